@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import sys
 from dataclasses import replace
@@ -298,3 +299,20 @@ def test_auto_takes_the_candidates_of_the_meshs_ranks(ranks: Ranks, tmp_path: Pa
     chosen = only(2).outcomes[0].candidate
     found = ranks.run(_shard_the_data_parallel_ranks, str(tmp_path / "plan.json"), world_size=WORLD)
     assert found == [f"({chosen.strategy}, {chosen.outer_strategy})"] * WORLD
+
+
+def test_other_numbers_of_ranks_leave_out_degrees_that_do_not_divide_them(
+    simulated: list[Any],
+) -> None:
+    found = plan(tensor_parallel=(1, 2), meshes=[(4,), (2,)]).scaling([1, 2])
+    assert [each.label for each in found.rows] == ["1", "2"]
+
+
+def test_a_saved_plan_has_its_degrees(tmp_path: Path) -> None:
+    both().save(tmp_path / "plan.json")
+    assert fe.StrategyPlan.load(tmp_path / "plan.json").outcomes == both().outcomes
+    content = json.loads((tmp_path / "plan.json").read_text())
+    content["outcomes"][0]["candidate"]["tensor_parallel"] = "two"
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="expected a plan as written by `save`"):
+        fe.StrategyPlan.load(tmp_path / "other.json")

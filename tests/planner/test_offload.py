@@ -24,6 +24,14 @@ from tests.planner.made_plans import simulated
 from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, computing
 from tests.pool import Ranks
 
+
+def limit_of_everything() -> float:
+    """Bytes that some candidate needs at most with everything on the host, and none with state
+    alone there."""
+    assert least(EVERYTHING) < 0.9 * least(HOST)
+    return least(HOST) - 1
+
+
 _, EVERYTHING = offloads_to_host()
 STATE_LANES = names_of_copies("state")
 WORLD, WIDTH, BLOCKS = 4, 256, 6
@@ -317,3 +325,27 @@ def test_blocks_are_recomputed_where_copies_take_longer() -> None:
     assert times.shares()["activation copies"] == pytest.approx(waited / found.seconds)
     alone = planned_of(PLENTY, SLOW, checkpointing=("offload",))
     assert "Bottleneck: copies of activations; " in str(alone)
+
+
+@pytest.mark.thorough
+def test_steps_beside_forward_are_a_trial() -> None:
+    planning = planned_tightly()
+    chosen = chosen_of(planning)
+    (trial,) = (each for each in planning.trials if "overlap_forward" in each.change)
+    assert trial.speedup > 1.05
+    beside = planned(replace(HOST, overlap_forward=True), limit())
+    found = {each.candidate: each.rate for each in beside.outcomes}
+    rate = found[replace(chosen.candidate, offload=replace(HOST, overlap_forward=True))]
+    assert trial.speedup == pytest.approx(rate / chosen.rate)
+    assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
+    assert "optimizer state on the host, stepped beside forward: " in str(beside)
+    assert not any("overlap_forward" in each.change for each in beside.trials)
+
+
+@pytest.mark.thorough
+def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() -> None:
+    where = replace(MACHINE, host_memory_bandwidth=None)
+    planning = plan("auto", limit_of_everything(), machine=where)
+    assert planning.chosen is None
+    assert {each.candidate.offload for each in planning.outcomes} == {None, HOST}
+    assert "Offloaded optimizer state is not enough." in str(planning)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +24,30 @@ import fsdp_engine as fe
 from fsdp_engine.planner import job, plan_cache, strategy_search
 from fsdp_engine.planner.plan_cache import cache_folder, digest
 from tests.planner.made_plans import Words, quick_plan, words
+
+SCRIPT = """
+    import sys, torch
+    from torch import nn
+    import fsdp_engine as fe
+    from fsdp_engine.planner import job
+    from helper import width
+
+    def build():
+        return nn.Sequential(nn.Linear(8, width()), nn.Linear(width(), 8))
+
+    number, simulate = 0, job.simulate
+
+    def counted(*args, **options):
+        global number
+        number += 1
+        return simulate(*args, **options)
+
+    job.simulate = counted
+    found = fe.plan(
+        build, torch.zeros(2, 8), world_size=2, quick=True, cache=True, compile=len(sys.argv) > 1
+    )
+    print(number, *(each.peak_bytes for each in found.outcomes))
+"""
 
 
 def build() -> nn.Module:
@@ -193,3 +219,63 @@ def test_the_oldest_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, simulated:
         os.utime(file, ns=(0, (10 - age) * 10**9))
     planned()
     assert sorted(each.name for each in cache_folder().glob("?.json")) == ["1.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "owner", "name", "value"),
+    [
+        ({}, fe, "__version__", "9.9.9"),
+        ({}, torch, "__version__", "9.9.9"),
+        ({"compile": True}, inductor_config, "_micro_pipeline_tp", True),
+    ],
+)
+def test_another_version_or_setting_of_the_compiler_is_another_job(
+    options: dict[str, Any], owner: Any, name: str, value: object, simulated: list[Any]
+) -> None:
+    planned(**options)
+    planned(**options)
+    assert len(simulated) == 1
+    with patch.object(owner, name, value):
+        planned(**options)
+    assert len(simulated) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"files": {}}', '{"files": 3, "rows": {}}'])
+def test_a_damaged_file_is_written_anew(text: str, simulated: list[Any]) -> None:
+    expected = planned().outcomes
+    (path,) = cache_folder().glob("*.json")
+    path.write_text(text)
+    for _ in range(2):
+        assert planned().outcomes == expected
+    assert len(simulated) == 2
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_processes_share_rows_until_a_helper_changes(tmp_path: Path, is_compiled: bool) -> None:
+    """A file that the model imports, with the same size as before."""
+    helper = tmp_path / "helper.py"
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+
+    def run(width: int) -> list[str]:
+        helper.write_text(f"def width():\n    return {width}\n")
+        os.utime(helper, ns=(0, width * 10**9))  # before the process starts
+        os.utime(tmp_path / "script.py", ns=(0, 0))
+        done = subprocess.run(
+            [sys.executable, "-B", "script.py", *["compile"] * is_compiled],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(fe.__file__).parent.parent)},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    first = run(64)
+    assert int(first[0]) > 0
+    assert run(64) == ["0", *first[1:]]
+    other = run(65)
+    assert int(other[0]) > 0
+    assert other[1:] != first[1:]

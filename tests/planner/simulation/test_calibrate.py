@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,14 +17,63 @@ import torch
 from torch.nn import functional as F
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.offload import disk_memory
 from fsdp_engine.planner.simulation import calibrate as calibrate_module
 from fsdp_engine.planner.simulation import kernels as kernels_module
 from fsdp_engine.planner.simulation import state_links
 from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.kernels import Kernels
-from fsdp_engine.planner.simulation.machine import Attention, Machine, Processor, TwoWayLink
+from fsdp_engine.planner.simulation.machine import Attention, Link, Machine, Processor, TwoWayLink
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks, on_ranks
+
+
+class TimedBy(Kernels):
+    """Attention takes the time of a processor."""
+
+    def __init__(self, processor: Processor) -> None:
+        super().__init__(torch.device("cpu"), 1.0, 0.02, same)
+        self._processor, self._shape, self._elements = processor, Attention(0, 0), 512
+
+    def _time(self, action: Any, timed: Any = None) -> float:
+        is_backward = action.func is not F.scaled_dot_product_attention
+        if not is_backward:
+            length, is_causal = action.args[0].shape[2], action.keywords["is_causal"]
+            self._shape = Attention(length, length, is_causal)
+        shape = dataclasses.replace(self._shape, is_backward=is_backward)
+        tokens, heads, size, _ = self._attention
+        product = 2 * tokens * heads * shape.num_keys * size
+        return self._processor.seconds((5 if is_backward else 2) * product, 0, F32, attention=shape)
+
+
+def machine_of(processor: Processor) -> Machine:
+    link = Link(1e9, 0.0)
+    return Machine("a host", processor, link, link, 8, host_runs_ahead=False)
+
+
+class FusedBy(TimedBy):
+    """Fused kernels take the time of a processor, and are not compiled."""
+
+    def _time(self, action: Any, timed: Any = None) -> float:
+        compiled, sets = action.args
+        tensors = next(sets)
+        name = compiled._torchdynamo_orig_callable.__name__
+        num_functions = self._elements if "gelu" in name or "softmax" in name else 0
+        num_bytes = sum(each.nbytes for each in tensors)
+        return self._processor.fused_seconds(num_bytes, num_functions)
+
+
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*command, "--nproc-per-node", "2", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+
 
 ROOT = Path(__file__).parents[3]
 F32 = torch.float32
@@ -220,3 +270,72 @@ def test_a_job_makes_its_process_group_after_torchrun_has_measured(tmp_path: Pat
     for _ in range(3):  # with the same keys about one of four runs failed
         done = subprocess.run([*command, str(tmp_path / "job.py")], **options)
         assert done.stdout.split() == [b"sum", b"2", b"sum", b"2"]
+
+
+def test_calibration_finds_the_figures_of_fused_kernels() -> None:
+    figures = {"fused_share": 0.75, "fused_function_seconds": 2e-9}
+    processor = dataclasses.replace(HOST, **figures)
+    assert FusedBy(processor).fused(HOST.memory_bandwidth) == pytest.approx(figures)
+
+
+def test_compiled_blocks_take_as_long_as_their_fused_kernels() -> None:
+    class Chain(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x * self.weight[0] + 1).mul(x)
+
+    def seconds(*, compiled: bool, **figures: float) -> float:
+        machine = machine_of(dataclasses.replace(HOST, **figures))
+        options = {"strategy": "no_shard", "units": [Chain], "compile": compiled}
+        found = fe.simulate(
+            lambda: torch.nn.Sequential(*[Chain(64, 1, bias=False) for _ in range(16)]),
+            1,
+            batch=torch.zeros(2**14, 64),
+            machine=machine,
+            loss=torch.Tensor.sum,
+            **options,
+        )
+        return found.seconds
+
+    at_half = seconds(compiled=True, fused_share=0.5)
+    assert at_half == pytest.approx(2 * seconds(compiled=True), rel=0.05)
+    assert seconds(compiled=False, fused_share=0.5) == seconds(compiled=False)
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+def test_fused_kernels_of_this_machine_are_measured() -> None:
+    kernels = Kernels(torch.device("cpu"), 1.0, 0.05, same)
+    found = kernels.fused(kernels.memory_bandwidth())
+    assert 0.1 < found["fused_share"] < 10
+    assert 0 <= found["fused_function_seconds"] < 1e-6
+
+
+def test_a_slow_disk_is_measured_as_slow(tmp_path: Path) -> None:
+    rates = {"read": 8e6, "write": 4e6}
+
+    def slow(name: str) -> Any:
+        call = getattr(disk_memory.DiskBlock, name)
+
+        def late(self: Any, tensor: torch.Tensor) -> None:
+            call(self, tensor)
+            time.sleep(tensor.nbytes / rates[name])
+
+        return patch.object(disk_memory.DiskBlock, name, late)
+
+    with slow("read"), slow("write"), patch.object(state_links, "_LARGE_ON_DISK", 2**18):
+        found = state_links.measure_disk(tmp_path, 0.02, same)
+    # At least half of a copy's time is attributed to its bytes.
+    assert 0 < found.into <= 2 * rates["read"]
+    assert 0 < found.out <= 2 * rates["write"]
+    assert 0 < found.both <= found.into + found.out
+
+
+@pytest.mark.thorough
+def test_torchrun_measures_its_ranks_and_the_first_one_writes(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    done = torchrun("-m", "fsdp_engine", "calibrate", str(path), "--seconds", "0.01")
+    machine = Machine.load(path)
+    assert machine.name == "this machine, 2 gloo ranks of 1 thread(s)"
+    assert done.stdout == path.read_text()
+    assert done.stderr.count("GB/s") == 1  # one rank prints progress
+    assert "link within a node" in done.stderr

@@ -14,6 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +30,28 @@ import fsdp_engine as fe
 from fsdp_engine.planner.simulation import compiled
 from fsdp_engine.planner.simulation.fusion import Kernel, kernels_of
 from tests.planner.simulation.memory_runs import HOST
+from tests.planner.simulation.small_llama import llama
 from tests.pool import on_ranks
+
+
+def _sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
+    by_columns = ColwiseParallel(input_layouts=Shard(1))
+    by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    embedding = RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+    )
+    plan: dict[str, Any] = {
+        "model.embed_tokens": embedding,
+        "model.layers.*.*_layernorm": SequenceParallel(),
+        "model.layers.*.self_attn.[qkv]_proj": by_columns,
+        "model.layers.*.self_attn.o_proj": by_rows,
+        "model.layers.*.mlp.[gu]*_proj": by_columns,  # gate and up
+        "model.layers.*.mlp.down_proj": by_rows,
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, plan)
+
 
 WIDTH, WORDS, HEADS = 128, 512, 4
 BATCH = (4, 128)
@@ -269,3 +298,51 @@ def test_kernels_of_functions(
     for kernel, (name, _) in zip(found, expected, strict=True):
         assert kernel.is_fused == (name != "mm")
         assert name in kernel.label.replace(",", "").split()
+
+
+def test_checkpoints_of_compiled_blocks_of_sequence_parallel_ranks() -> None:
+    """Attention is an operation with a random state. Recomputing it in a backward that also needs
+    a mesh of DTensors is an error of torch 2.13 on CPUs, not on devices."""
+    tokens = torch.zeros(2, 32, dtype=torch.long)
+    eager, found = (
+        fe.simulate(
+            llama,
+            4,
+            batch={"input_ids": tokens, "labels": tokens},
+            tensor_parallel=2,
+            parallelize=_sequence_parallel,
+            extensions=[fe.Recompute()],
+            compile=is_compiled,
+        )
+        for is_compiled in (False, True)
+    )
+    assert found.compute_seconds < eager.compute_seconds
+    assert found.model_flops == eager.model_flops
+    assert 0 < found.sent_bytes["tensor"] <= eager.sent_bytes["tensor"]
+
+
+def test_a_compiled_function_is_simulated() -> None:
+    @torch.compile
+    def gated(x: Tensor) -> Tensor:
+        return F.gelu(x) * torch.sigmoid(x)
+
+    class Gated(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return gated(super().forward(x)).sum()
+
+    x = torch.zeros(64, 32)
+    found = fe.simulate(lambda: Gated(32, 32), 2, batch=x)
+    forward = [span.label for span in found.spans if span.phase == "forward"]
+    assert [label for label in forward if label.startswith("fused")] == [
+        next(label for label in forward if "erf" in label)
+    ]
+
+
+def test_a_result_replaces_memory_that_it_alone_is_computed_from() -> None:
+    square = (32, 32)
+    for function, count in (
+        (lambda x, w: (x @ w).relu(), 1),
+        (lambda x, w: ((product := x @ w) + 1, product * 2), 0),
+    ):
+        kernel = _kernels(function, square, square)[-1]
+        assert sum(map(len, kernel.replaced.values())) == count

@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -246,3 +247,55 @@ def test_wrong_arguments(size: Any, options: dict[str, Any], message: str) -> No
     with pytest.raises((TypeError, ValueError, fe.SimulationError), match=message):
         simulated(size, **options)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)]
+)
+def test_quick_simulations_of_pipelines_with_shared_sequences(schedule: str) -> None:
+    quick, full = (of_stages(2, schedule, quick=each) for each in (True, False))
+    assert quick.actions == full.actions
+    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
+    assert quick.peak_bytes == pytest.approx(full.peak_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("size", "world_size", "link"),
+    [(4, 8, fe.H100.within_node), (16, 16, fe.H100.between_nodes)],
+    ids=["one node", "two nodes"],
+)
+def test_rotation_by_all_to_all(size: int, world_size: int, link: Link) -> None:
+    """A ring over nodes has the link between them."""
+    set_rotate_method("alltoall")
+    try:
+        found = simulated(size, one_block, world_size=world_size)
+    finally:
+        set_rotate_method("allgather")
+    spans = on_context_lane(found)
+    assert len(spans) == 2 * (size - 1) + size
+    gathered, gradients = (size - 1) * kv_bytes(size, 2), size * kv_bytes(size, 4)
+    assert found.sent_bytes["context"] == 2 * gathered + gradients
+    expected = link.seconds(kv_bytes(size, 2), 1)
+    assert spans[0].end - spans[0].start == pytest.approx(expected)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"checkpointing": True},
+        {"checkpointing": "selective"},
+        {"checkpointing": "offload"},
+        {"microbatches": 2},
+        {"mesh": (2, 4)},
+        {"offload": fe.Offload(optimizer_state="host")},
+    ],
+)
+def test_with_other_options(options: dict[str, Any]) -> None:
+    whole, part = simulated(1, **options), simulated(4, **options)
+    assert part.model_flops * 4 == whole.model_flops
+    count = options.get("microbatches", 1)
+    messages = count * simulated_once(4).sent_bytes["context"]
+    if options.get("checkpointing") is True:  # the gather of forward again
+        messages += NUM_BLOCKS * 3 * kv_bytes(4, 2)
+    assert part.sent_bytes["context"] == messages

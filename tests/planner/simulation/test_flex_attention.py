@@ -23,9 +23,32 @@ from torch.nn.attention.flex_attention import (
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.compiled import simulated_compiler
 from fsdp_engine.planner.simulation.flex_attention import computed_share
-from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
+from fsdp_engine.planner.simulation.machine import Attention, Link, Machine, Processor
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.small_llama import llama
+
+compiled = torch.compile(flex_attention)
+
+
+def flex(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Any = compiled, **options: Any
+) -> Any:
+    return call(query, key, value, block_mask=mask, **options)
+
+
+def within(size: int) -> Mask:
+    def mask(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < size)
+
+    return mask
+
+
+eager = partial(flex, call=flex_attention)
+
+
+def at(documents: Tensor, index: Tensor) -> Tensor:
+    return torch.ops.aten.index(documents, [index])
+
 
 ROWS, LENGTH, HEADS, SIZE = 2, 1024, 4, 16
 WIDTH, WORDS = HEADS * SIZE, 128
@@ -321,3 +344,76 @@ def test_a_llama_of_transformers() -> None:
 def test_a_machine_whose_host_computes_has_no_backward() -> None:
     with pytest.raises(fe.SimulationError, match="does not support backward on CPU"):
         simulate(flex, no_mask, machine=HOST)
+
+
+def test_long_masks_are_sampled() -> None:
+    blocks = 131_072 // BLOCK
+    assert share(causal, length=131_072) == (blocks + 1) / (2 * blocks)
+    before, every = 1024 // BLOCK, blocks * (blocks + 1) / 2
+    skipped = (blocks - before) * (blocks - before - 1) / 2
+    assert share(within(1024), length=131_072) == (every - skipped) / blocks**2
+
+
+@pytest.mark.parametrize(
+    ("mask", "bound"),
+    [
+        (lambda r, h, q, k, of: (q >= k) & (at(of, q) == at(of, k)), causal),
+        (lambda r, h, q, k, of: (q >= k) | (at(of, q) == 0), None),
+        (lambda r, h, q, k, of: (q >= k) & ~(at(of, k) == 0), causal),
+        (lambda r, h, q, k, of: ~((q < k) | (at(of, k) == 0)), causal),
+    ],
+    ids=["documents", "prefix", "no padding", "neither"],
+)
+def test_conditions_of_unknown_tensors_count_as_true(mask: Mask, bound: Mask | None) -> None:
+    documents = DOCUMENTS[0]
+    with FakeTensorMode() as mode:
+        counted = share(mask, mode.from_tensor(documents))
+    assert counted == (1.0 if bound is None else share(bound))
+
+    def with_values(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask(row, head, query, key, documents)
+
+    known = share(mask, documents)
+    assert known == pytest.approx(1 - made(with_values).sparsity() / 100)
+    assert known <= counted
+
+
+def test_a_mask_that_cannot_be_run_counts_in_full() -> None:
+    table = torch.arange(8)  # too short
+    assert share(lambda r, h, q, k, of: (q >= k) & (at(of, k) > 0), table) == 1.0
+
+
+def test_presets_have_the_published_rates() -> None:
+    shape = Attention(4096, 4096, head_size=128)
+    for machine, forward, backward in ((fe.A100, 0.90, 0.85), (fe.H100, 1.25, 1.03)):
+        for is_backward, rate in ((False, forward), (True, backward)):
+            plain = dataclasses.replace(shape, is_backward=is_backward)
+            fast = dataclasses.replace(plain, is_flex=True)
+            seconds = partial(machine.processor.seconds, 1e15, 0, torch.bfloat16)
+            assert seconds(attention=plain) / seconds(attention=fast) == pytest.approx(rate)
+
+
+def test_an_eager_call_holds_all_scores_and_selective_checkpoints_keep_its_output() -> None:
+    found, again = simulate(eager), simulate(eager, **SELECTIVE)
+    assert not kernels(found, FLEX, "forward")
+    assert len(kernels(found, "logsumexp", "forward")) == 2
+    scores = ROWS * HEADS * LENGTH * LENGTH * F32.itemsize
+    assert 3 * scores < found.peak_bytes < 8 * scores
+    assert found.model_flops == pytest.approx(model_flops())
+    # All keys are computed.
+    products = kernels(found, "bmm", "forward")
+    assert products == pytest.approx([2 * ROWS * HEADS * LENGTH * LENGTH * SIZE / RATE] * 4)
+    assert len(kernels(again, "logsumexp", "forward")) == 2
+    assert not kernels(again, "logsumexp", "backward")
+
+
+def test_plans_try_models_with_it() -> None:
+    build = partial(Model, flex, causal_mask)
+    found = fe.plan(build, TOKENS, world_size=8, machine=EQUAL, quick=True)
+    assert found.chosen is not None
+    assert {each.candidate.checkpointing for each in found.outcomes} >= {False, True, "selective"}
+    assert found.simulate is not None
+    simulated = found.simulate(found.chosen.candidate)
+    assert found.chosen.times is not None
+    assert found.chosen.times.step == pytest.approx(simulated.seconds)
+    assert len(kernels(simulated, FLEX, "forward")) == 2

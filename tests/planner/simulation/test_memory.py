@@ -6,6 +6,7 @@ The table of many models is that of ``benchmarks/planner_memory.py``.
 from __future__ import annotations
 
 import functools
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_engine as fe
-from fsdp_engine.planner.simulation.memory_tracker import as_returned
+from fsdp_engine.planner.simulation.memory_tracker import as_returned, lstm_workspace
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST, MODELS, NUM_RANKS, Run, measured_all, planned
@@ -187,3 +188,30 @@ def test_a_loss_keeps_the_memory_that_the_kernel_keeps(name: str) -> None:
     weights = [None] if name == "binary_cross_entropy" else []
     for reduction in range(3):  # none, mean, sum
         returned_alike(getattr(torch.ops.aten, name).default, (x, x, *weights, reduction))
+
+
+def test_a_batch_counts() -> None:
+    class Large(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor, unused: Tensor) -> Tensor:
+            return (x * self.scale).sum()
+
+    found = fe.simulate(Large, 2, batch=(torch.zeros(4), torch.zeros(1000)), strategy="no_shard")
+    assert found.memory["activations"] >= 4016
+
+
+def test_the_workspace_of_the_lstm_of_onednn() -> None:
+    choose = random.Random(0)
+    sizes = [1, 3, 16, 33, 64, 100, 128, 250, 256]
+    for _ in range(20):
+        steps, rows, width, hidden = (choose.choice(sizes) for _ in range(4))
+        x = torch.zeros(steps, rows, width)
+        weights = [torch.zeros(4 * hidden, n, requires_grad=True) for n in (width, hidden)]
+        biases = [torch.zeros(4 * hidden, requires_grad=True) for _ in range(2)]
+        states = [torch.zeros(rows, hidden) for _ in range(2)]
+        options = (False, [], 2, hidden, 1, True, False, False, True)
+        out = torch.ops.aten.mkldnn_rnn_layer(x, *weights, *biases, *states, *options)
+        assert lstm_workspace(x, hidden) == out[3].nbytes

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +18,31 @@ import fsdp_engine as fe
 from fsdp_engine.planner.simulation.device_kernels import device_kernels
 from fsdp_engine.planner.simulation.memory_access import irregular_elements, scratch_bytes
 from tests.planner.simulation.applied import attention, simulated_activations
+
+
+class Dropping(nn.Module):
+    """Functions that call those that are replaced, in a forward that backward runs again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = partial(nn.TransformerEncoderLayer, SIZE, HEADS, 2 * SIZE, 0.1, batch_first=True)
+        self.blocks = nn.ModuleList(layer() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x[None])[0]
+        return x.sum()
+
+
+class _Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return F.scaled_dot_product_attention(x, x, x, is_causal=True).sum()
+
 
 LENGTH, SIZE, HEADS = 256, 64, 4
 CPU = replace(fe.H100, host_runs_ahead=False)
@@ -141,3 +166,31 @@ def test_a_bias_gradient_s_partial_sums_are_in_the_peak_of_a_device() -> None:
         return found.peak_bytes
 
     assert peak(bias=True) - peak(bias=False) == pytest.approx(8 * rows * width, rel=0.05)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
+def test_functions_within_functions_and_recomputations(checkpointing: bool | str) -> None:
+    scores = HEADS * LENGTH * LENGTH * 4
+    found = [
+        fe.simulate(
+            Dropping,
+            2,
+            batch=torch.zeros(LENGTH, SIZE),
+            machine=machine,
+            checkpointing=checkpointing,
+        ).peak_bytes
+        for machine in (fe.H100, CPU)
+    ]
+    assert found[0] + scores < found[1]
+
+
+def test_attention_s_backward_sums_gradients_of_queries_in_fp32_on_devices() -> None:
+    shape = (2, 4, 256, 64)
+
+    def peak(machine: fe.Machine) -> int:
+        options = {"strategy": "no_shard", "machine": machine}
+        found = fe.simulate(_Attention, 1, batch=torch.zeros(shape), **options)
+        return found.peak_bytes
+
+    # At that moment are the query, which is key and value, output, its gradient, and three results.
+    assert peak(fe.H100) - peak(CPU) == pytest.approx(4 * torch.zeros(shape).numel(), rel=0.01)

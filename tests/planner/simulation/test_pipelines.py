@@ -3,6 +3,7 @@ simulations from the costs of stages."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from functools import partial
@@ -39,6 +40,17 @@ from tests.planner.simulation.scene import (
 )
 from tests.planner.simulation.small_llama import llama
 from tests.pool import Ranks
+
+_first = functools.cache(lambda send: send(0))
+
+
+def _without_last(send: Any, chunk: int) -> list[Any]:
+    return [] if chunk == 3 else send(chunk)
+
+
+def _first_again(send: Any, chunk: int) -> list[Any]:
+    return _first(send)
+
 
 PRODUCT = 2 * ROWS * WIDTH * WIDTH / FLOPS
 TURN = 6 * PRODUCT  # two linears: one product in forward each, two in backward
@@ -492,3 +504,40 @@ def test_blocks_of_stages_are_compiled() -> None:
     assert found.seconds == by_hand.seconds
     assert found.peak_bytes == by_hand.peak_bytes
     assert found.seconds < of_blocks(True, "1F1B", **options).seconds
+
+
+@pytest.mark.parametrize(("sent", "expected"), [(_without_last, 3), (_first_again, 1)])
+def test_messages_without_another_side_are_errors(sent: Any, expected: int) -> None:
+    """The second rank does not send its last gradient, or sends that of microbatch 0 again."""
+
+    class Schedule(pipelining.Schedule1F1B):
+        def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+            stage = self._stage
+            stage.get_bwd_send_ops = functools.partial(sent, stage.get_bwd_send_ops)
+            super()._step_microbatches(*args, **kwargs)
+
+    with pytest.raises(
+        ValueError,
+        match="expected pipeline rank 1 to send next what rank 0 receives from it, gradients of "
+        f"stage 0, microbatch {expected} of 8192 bytes; found gradients of stage 0, microbatch 0 "
+        "of 8192",
+    ):
+        simulated(Schedule)
+
+
+def test_shapes_of_compiled_stages_are_inferred_without_compiling(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._dynamo.utils import counters
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        block = Linears(1)
+        block.compile()
+        return nn.Sequential(block)
+
+    counters.clear()
+    # Shapes have been inferred when the first step is recorded.
+    monkeypatch.setattr(PipelineJob, "record", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        simulated(stages=stages)
+    assert not counters["frames"]
