@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.megatron import get_megatron_optimizer, sharded_optimizers
+from fsdp_engine.buffers.full_values import gather_state
+from fsdp_engine.megatron import get_megatron_optimizer
 from tests.megatron.configs import LEVEL_NAMES
 from tests.megatron.core_pretrain import (
     WAYS,
@@ -187,8 +188,8 @@ def test_entries_are_those_of_its_distributed_optimizer_and_take_one_gather_per_
         assert [each["step"] for each in groups[0]] == [each["step"] for each in groups[1]]
         optimizer, ddp = both[1].optimizer, both[1].ddp
         model = {"model": ddp.module.sharded_state_dict()}
-        gather = sharded_optimizers.gather_state
-        with mock.patch.object(sharded_optimizers, "gather_state", side_effect=gather) as spy:
+        path = "fsdp_engine.megatron.sharded_optimizers.gather_state"
+        with mock.patch(path, side_effect=gather_state) as spy:
             optimizer.sharded_state_dict(model, is_loading=True)
             assert not spy.call_count
             optimizer.sharded_state_dict(model)

@@ -82,7 +82,7 @@ def real_bytes(engine: Any) -> int:
     """Bytes of all storages behind the engine's tensors."""
     held = [each for buffer in engine.buffers for each in (buffer.weights, buffer.grads)]
     storages = {s._cdata: s for each in held for s in storages_of(each)}
-    transients = engine.buffers[0]._context.memory.transients
+    transients = engine.buffers[0].context.memory.transients
     # Of the two objects of a transient storage one has the memory.
     return sum(
         storage.nbytes()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from html import escape, unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 from torch import nn
 
 import fsdp_engine as fe
@@ -17,7 +19,7 @@ from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS
 from fsdp_engine.planner.planner_tables import plan_columns
 from fsdp_engine.planner.strategy_plan import advice
 from tests.browser import needs_chromium, seen
-from tests.planner.made_plans import Words, made_plan, words
+from tests.planner.made_plans import made_plan
 
 VOID = {"meta", "input", "line", "rect", "br"}
 
@@ -62,8 +64,17 @@ class Document(HTMLParser):
         return [attributes for name, attributes in self.elements if name == tag]
 
 
-def build() -> nn.Module:
-    return Words(3, 256)
+class Small(nn.Module):
+    """Blocks that are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).relu()
+        return x.sum()
 
 
 @cache
@@ -71,10 +82,8 @@ def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
     """A simulated plan, and the step of its choice."""
     machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
     planning = fe.plan(
-        *(build, words()),
+        *(Small, torch.zeros(64, 256)),
         world_size=16,
-        meshes=[(2, 8)],
-        checkpointing=(False,),
         machine=machine,
         options=fe.Options(min_unit_size=0),
     )
@@ -132,7 +141,14 @@ def test_the_timeline_has_lanes_units_and_waits_in_their_colours() -> None:
     assert {*colours} <= {*TIME_COLOURS.values()}
     waits = [each for each in step.exposed if each.lane.startswith("outer")]
     assert colours.count(TIME_COLOURS["outer link"]) == len(waits) > 0
-    assert [each["fill"] for each in page.all("polygon")] == [*KIND_COLOURS.values()]
+    ends = [float(each["x"]) + float(each["width"]) for each in page.all("rect")]
+    assert 990 < max(ends) < 1000.2
+    areas = {each["fill"]: each["points"] for each in page.all("polygon")}
+    assert [*areas] == [*KIND_COLOURS.values()]
+    # The uppermost corner of the last area is the peak.
+    upper = min(float(corner.partition(",")[2]) for corner in areas["#E69F00"].split())
+    top = 1.1 * step.peak_bytes
+    assert upper == pytest.approx(180 * (1 - step.peak_bytes / top), abs=0.1)
 
 
 HOSTILE = """<script>document.body.dataset.bad = "1"</script><img src=x onerror=alert(1)>"'&amp;"""
@@ -148,11 +164,12 @@ def test_names_are_escaped() -> None:
     assert len(page.all("script")) == 1
     assert page.all("img") == []
     assert HOSTILE not in text
+    assert unescape(escape(HOSTILE)) == HOSTILE
     assert any(HOSTILE in each for each in page.texts)
 
 
-def test_a_plan_without_times_or_a_simulation_has_a_page() -> None:
-    planning = fe.plan(build, words(), world_size=2, formulas=True)
+def test_a_plan_without_times_or_a_simulation_has_a_page(tmp_path: Path) -> None:
+    planning = fe.plan(Small, torch.zeros(4, 256), world_size=2, formulas=True)
     page = Document(page_of(planning))
     assert page.all("svg") == []
     nothing = planned()[0].within(2.0**10)
@@ -177,13 +194,14 @@ for (const name of ["at most", "strategy", "free"]) {
   click(name);
   seen[name + " down"] = cells(name);
 }
-const zoom = document.getElementById("zoom");
-if (zoom !== null) {
+if (document.getElementById("zoom") !== null) {
+  const zoom = document.getElementById("zoom");
   zoom.value = 4;
   const before = document.querySelector(".plot").getBoundingClientRect().width;
   zoom.dispatchEvent(new Event("input"));
   seen.zoomed = document.querySelector(".plot").getBoundingClientRect().width / before;
 }
+seen.hidden = Array.from(document.querySelectorAll(".zoom")).filter((e) => e.hidden).length;
 seen.bad = document.body.dataset.bad || "";
 seen.styled = getComputedStyle(document.querySelector("tr.chosen")).backgroundColor;
 seen.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
@@ -191,9 +209,10 @@ seen.wide = document.documentElement.scrollWidth - document.documentElement.clie
 
 
 @needs_chromium
-def test_the_table_sorts_and_the_timeline_is_zoomed_in_a_browser(tmp_path: Path) -> None:
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_table_sorts_in_a_browser(tmp_path: Path, width: int) -> None:
     planning = hostile_plan()
-    found = seen(page_of(planning), PROBE, tmp_path, "--window-size=400,800")
+    found = seen(page_of(planning), PROBE, tmp_path, f"--window-size={width},800")
     assert found["bad"] == ""
     assert found["wide"] == 0
     assert found["before"] == [*range(len(planning.outcomes))]
@@ -206,4 +225,10 @@ def test_the_table_sorts_and_the_timeline_is_zoomed_in_a_browser(tmp_path: Path)
     assert found["strategy up"] == sorted(found["strategy up"])
     assert found["strategy down"] == sorted(found["strategy up"], reverse=True)
     assert found["styled"] == "rgb(232, 241, 228)"
-    assert seen(page_of(*planned()), PROBE, tmp_path)["zoomed"] == pytest.approx(4)
+
+
+@needs_chromium
+def test_the_timeline_is_zoomed_in_a_browser(tmp_path: Path) -> None:
+    found = seen(page_of(*planned()), PROBE, tmp_path)
+    assert found["zoomed"] == pytest.approx(4)
+    assert found["hidden"] == 0

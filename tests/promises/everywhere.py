@@ -42,6 +42,10 @@ class Place:
     outer: str
     shape: tuple[int, ...]
 
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.shape)
+
     def shard(self, model: nn.Module, **options: Any) -> fe.Engine:
         """``fe.shard`` at this place."""
         if self.shape not in _MESHES:

@@ -198,8 +198,13 @@ def test_the_cost_of_a_call_from_outside_is_said_once_for_each_unit(name: str) -
     for number, text in enumerate(said):
         assert f"unit blocks.{number}" in text
         assert "stays full until the model's forward returns" in text
-    if num_warnings:  # outside the model's forward it raises
-        with pytest.raises(
-            ValueError, match=r"full blocks\.0\.modulation\..* only during the model"
-        ):
-            model.blocks[0].modulation(torch.ones(2, 3, 6))  # type: ignore[operator]
+
+
+@on_ranks(2)
+def test_outside_the_models_forward_a_module_of_a_unit_raises() -> None:
+    model = Diffusion(MODULATIONS["layer norm"])
+    fe.shard(model, units=[habits.Modulated])
+    with pytest.raises(
+        ValueError, match=r"full blocks\.0\.modulation\.weight only during the model's"
+    ):
+        model.blocks[0].modulation(torch.ones(2, 3, 6))  # type: ignore[operator]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.comm import lanes
+from fsdp_engine.comm import host_lane, lanes
 from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.comm.lanes import LANES, name_of_wait
 from fsdp_engine.extensions.offload.disk_memory import DiskBlock
@@ -100,7 +100,8 @@ def profiled_ranges() -> Iterator[list[str]]:
         return nullcontext()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lanes, "_is_profiled", lambda: True)
+        for module in (lanes, host_lane):
+            patch.setattr(module, "is_profiled", lambda: True)
         patch.setattr(torch.profiler, "record_function", note)
         yield names
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,13 +23,6 @@ from torch.distributed.tensor.parallel import (
 import fsdp_engine as fe
 from fsdp_engine.comm.lanes import COMPUTE
 from fsdp_engine.planner.simulation.clock import MODEL_LANE
-
-
-def cut_alone(model: nn.Module, mesh: DeviceMesh) -> None:
-    """The same without symmetric memory."""
-    with patch.object(symmetric_memory, "enable_symm_mem_for_group"):
-        cut(model, mesh)
-
 
 TP, BATCH, LENGTH, WIDTH, INNER = 8, 4, 8192, 4096, 16384
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -119,9 +111,3 @@ def test_flops_and_bytes_are_those_of_separate_operations() -> None:
     assert found.sent_bytes["tensor"] == pytest.approx(alone.sent_bytes["tensor"])
     assert found.model_flops == alone.model_flops
     assert found.seconds < 0.97 * alone.seconds
-
-
-def test_groups_without_symmetric_memory_have_separate_operations() -> None:
-    found, alone = simulated(True, cut_alone), simulated(False)
-    assert found.seconds == pytest.approx(alone.seconds)
-    assert not named(found, "fused_all_gather", MODEL_LANE)

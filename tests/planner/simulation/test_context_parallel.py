@@ -250,16 +250,6 @@ def test_wrong_arguments(size: Any, options: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize(
-    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.thorough)]
-)
-def test_quick_simulations_of_pipelines_with_shared_sequences(schedule: str) -> None:
-    quick, full = (of_stages(2, schedule, quick=each) for each in (True, False))
-    assert quick.actions == full.actions
-    assert quick.seconds == pytest.approx(full.seconds, rel=0.03)
-    assert quick.peak_bytes == pytest.approx(full.peak_bytes, rel=0.02)
-
-
-@pytest.mark.parametrize(
     ("size", "world_size", "link"),
     [(4, 8, fe.H100.within_node), (16, 16, fe.H100.between_nodes)],
     ids=["one node", "two nodes"],

@@ -405,15 +405,3 @@ def test_an_eager_call_holds_all_scores_and_selective_checkpoints_keep_its_outpu
     assert products == pytest.approx([2 * ROWS * HEADS * LENGTH * LENGTH * SIZE / RATE] * 4)
     assert len(kernels(again, "logsumexp", "forward")) == 2
     assert not kernels(again, "logsumexp", "backward")
-
-
-def test_plans_try_models_with_it() -> None:
-    build = partial(Model, flex, causal_mask)
-    found = fe.plan(build, TOKENS, world_size=8, machine=EQUAL, quick=True)
-    assert found.chosen is not None
-    assert {each.candidate.checkpointing for each in found.outcomes} >= {False, True, "selective"}
-    assert found.simulate is not None
-    simulated = found.simulate(found.chosen.candidate)
-    assert found.chosen.times is not None
-    assert found.chosen.times.step == pytest.approx(simulated.seconds)
-    assert len(kernels(simulated, FLEX, "forward")) == 2
