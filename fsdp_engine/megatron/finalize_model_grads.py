@@ -307,7 +307,8 @@ def finalize_model_grads(
             update_quantile_biases(modules, quantiles_group, momentum, device)
         if "global_aux_loss" in balancing:
             for tracker in (each for chunk in chunks for each in _cache_of(chunk.engine).trackers):
-                if (module := tracker()) is not None:
+                module: Any = tracker()
+                if module is not None:
                     module.reset_global_aux_loss_tracker()
         if num_tokens is not None:
             _scale(chunks, _tokens_of_last_stage(num_tokens, groups, device), tokens_group)

@@ -123,24 +123,6 @@ def same(value: Any) -> Any:
     return value
 
 
-class TimedBy(Kernels):
-    """Attention takes the time of a processor."""
-
-    def __init__(self, processor: Processor) -> None:
-        super().__init__(torch.device("cpu"), 1.0, 0.02, same)
-        self._processor, self._shape = processor, Attention(0, 0)
-
-    def _time(self, action: Any, timed: Any = None) -> float:
-        is_backward = action.func is not F.scaled_dot_product_attention
-        if not is_backward:
-            length, is_causal = action.args[0].shape[2], action.keywords["is_causal"]
-            self._shape = Attention(length, length, is_causal)
-        shape = dataclasses.replace(self._shape, is_backward=is_backward)
-        tokens, heads, size, _ = self._attention
-        product = 2 * tokens * heads * shape.num_keys * size
-        return self._processor.seconds((5 if is_backward else 2) * product, 0, F32, attention=shape)
-
-
 def test_calibration_finds_the_figures_of_attention() -> None:
     figures = {
         "attention_share": 0.75,

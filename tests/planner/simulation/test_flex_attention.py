@@ -67,7 +67,6 @@ EQUAL = dataclasses.replace(
     processor=dataclasses.replace(fe.H100.processor, flex_share=1.0, flex_backward_share=1.0),
 )
 
-compiled = torch.compile(flex_attention)
 # As torchtitan compiles it: selective checkpoints see the compiled region.
 visible = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
@@ -147,12 +146,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x, mask)
         return x.sum()
-
-
-def flex(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Any = compiled, **options: Any
-) -> Any:
-    return call(query, key, value, block_mask=mask, **options)
 
 
 grouped = partial(flex, enable_gqa=True)
