@@ -87,8 +87,7 @@ class Scenario:
         max_norm: Gradients are clipped to it.
         loss_of: The loss of a model and a batch.
         before_step: Called with the model and the number of the step.
-        around: Makes a context for each microbatch of the sharded model from its engine:
-            ``fe.Engine.together``.
+        around: Makes a context for each microbatch of the sharded model from its engine.
         no_sync: Whether microbatches before the last run within ``engine.no_sync()``.
         compute_dtype: Of forward and backward in the one process, or dtypes by parameter name.
         tolerance: Largest error of the first step, relative to the tensor's largest element.
