@@ -299,7 +299,7 @@ def _plan_one(
         name: The name of the unit, for people.
         modules: its modules; none within another.
         is_free: whether a parameter is the unit's; it may raise.
-        settings: what the plan follows.
+        settings: The policy, the options and the axes of the plan.
 
     Raises:
         ValueError: a parameter that no unit can have, two that share memory, or some on the meta

@@ -27,10 +27,10 @@ from fsdp_engine.buffers.param_and_grad_buffer import FIRST_TAG, ParamAndGradBuf
 from fsdp_engine.buffers.placement import Placement
 from fsdp_engine.buffers.sharded_buffer import BufferContext, MeshCommunicators
 from fsdp_engine.buffers.spec import BufferKind, BufferSpec
-from fsdp_engine.comm import make_lanes
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import broadcast_, gather_objects
 from fsdp_engine.comm.groups import Ranks
+from fsdp_engine.comm.make_lanes import make_lanes
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.options import Options
@@ -149,7 +149,7 @@ class Resources:
     ) -> None:
         self.options = options
         self.memory = Memory(mesh.device) if memory is None else memory
-        self.lanes = make_lanes.make_lanes(mesh.device, mesh.ranks)
+        self.lanes = make_lanes(mesh.device, mesh.ranks)
         self.placement = Placement()
         self.placements: dict[Any, Placement] = {}
         self.next_tag = FIRST_TAG

@@ -24,7 +24,7 @@ def place_experts(
         model: before anything is changed.
         records: its parameters.
         data: all data-parallel ranks.
-        experts: those that share this rank's experts.
+        experts: The ranks that have the experts of this rank.
     """
     # DTensors know their places by themselves.
     members = [each for each in records if is_expert(each.param) and each.spread is None]

@@ -71,7 +71,7 @@ small_job = functools.partial(Job, functools.partial(Small, 2), vector_batch)
 
 @dataclass
 class Result:
-    """What a run gave on this rank."""
+    """The results of a run on this rank."""
 
     losses: list[float]  # of microbatches
     norms: list[float]  # of steps

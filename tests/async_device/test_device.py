@@ -1,5 +1,5 @@
-"""What makes the device see mistakes: memory that the host cannot reach, NaN in new memory,
-errors of kernels, and a count of what the host waits for; and what torch expects of it."""
+"""The device reveals mistakes: reads of memory that the host cannot reach, NaN in new memory,
+errors of kernels, and host syncs, which it counts. It has the interface that torch expects."""
 
 from __future__ import annotations
 

@@ -39,8 +39,9 @@ class Spy(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype))
 
 
-# Of the model, the policy, the input; then what blocks meet: weights and inputs; the dtypes of
-# parameters and of gradients; whether parameters are sharded tensors at the first level, too.
+# A row has the dtype of the model, the policy and the dtype of the input; then the dtypes of
+# weights and inputs in blocks, of parameters and of gradients; and whether parameters are sharded
+# tensors at the first level, too.
 DTYPES: list[tuple[torch.dtype, Policy, torch.dtype, Any, Any, Any, bool]] = [
     (FP32, Policy(), FP32, (FP32, FP32), FP32, FP32, False),
     (FP32, Policy(param_dtype=BF16), FP32, (BF16, BF16), FP32, FP32, True),

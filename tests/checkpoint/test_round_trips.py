@@ -96,7 +96,7 @@ def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) ->
 
 
 def weights_of(values: dict[str, Any]) -> dict[str, Tensor]:
-    """Those entries of :func:`contents` that are tensors of the model."""
+    """Returns the entries of :func:`contents` that are tensors of the model."""
     return {
         key: value
         for key, value in values.items()

@@ -25,9 +25,9 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_engine.comm import make_lanes as lanes_module
 from fsdp_engine.comm.lanes import Lanes, Operation
 from fsdp_engine.memory.allocator import TransientStorage
+from fsdp_engine.units import build
 from tests.comm.happens_before import COMPUTE, LANES, Clock, Order, Span
 
 # By the key of the storage that readers' tensors lie over, the one that operations write: both have
@@ -276,17 +276,17 @@ class Tracer(TorchDispatchMode):
         return self._names.get(key, "tensor of no buffer")
 
     def __enter__(self) -> Tracer:
-        make = lanes_module.make_lanes
+        make = build.make_lanes
         fill, drain = TransientStorage.fill, TransientStorage.drain
         traced_fill, traced_drain = self._traced(fill, drain)
         TransientStorage.fill = traced_fill  # type: ignore[method-assign]
         TransientStorage.drain = traced_drain  # type: ignore[method-assign]
-        lanes_module.make_lanes = lambda device, ranks=(): self.lanes()
+        build.make_lanes = lambda device, ranks=(): self.lanes()
 
         def undo() -> None:
             TransientStorage.fill = fill  # type: ignore[method-assign]
             TransientStorage.drain = drain  # type: ignore[method-assign]
-            lanes_module.make_lanes = make
+            build.make_lanes = make
             _WRITTEN.clear()
 
         self._undo.append(undo)

@@ -450,25 +450,3 @@ def test_fp8_plans_the_linears_that_torchao_converts(
     projections = [f"self_attn.{each}_proj" for each in "qkvo"]
     expected = [f"model.layers.{layer}.{each}" for layer in range(2) for each in projections]
     assert found[0] == expected
-
-
-def test_a_model_that_fails_is_an_error_with_its_line() -> None:
-    narrow = "--model planned_models:Narrow --batch planned_models:words --world 2"
-    output = run(narrow, status=2)
-    assert "Use " not in output
-    assert "planned_models.py" in joined(output).replace(" ", "")
-    assert "--formulas" in joined(output)
-    output = run(f"{narrow} --formulas", status=FIT_UNKNOWN)
-    assert len(cells(output)) == 4
-    assert "Whether any candidate fits is therefore unknown" in output
-
-
-def test_a_forward_that_depends_on_data_is_planned_by_formulas_and_whether_it_fits_is_unknown() -> (
-    None
-):
-    branching = "--model planned_models:Branching --batch planned_models:words --world 2"
-    output = run(branching, status=FIT_UNKNOWN)
-    assert "if tokens.sum() > 0" in output
-    assert "Whether any candidate fits is therefore unknown" in output
-    assert "Use " not in output
-    assert "No candidate fits" in run(f"{branching} --memory 0.000001", status=NOTHING_FITS)

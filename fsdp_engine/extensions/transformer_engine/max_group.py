@@ -21,7 +21,8 @@ class MaxGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
     ) -> None:
-        """What ``dist.all_reduce`` calls; done when it returns, as with any group on its stream."""
+        """Reduce each tensor to its maximum, in place; ``dist.all_reduce`` calls it. Done when it
+        returns, as with any group on its stream."""
         maximum = dist.ReduceOp(dist.ReduceOp.MAX)
         assert options.reduceOp == maximum, f"a maximum, not {options.reduceOp}"
         for tensor in tensors:

@@ -16,8 +16,8 @@ from fsdp_engine.units.build import buffer_of
 
 
 class BufferSite:
-    """What the parameters of one buffer have in common. It keeps neither the buffer nor its engine
-    alive.
+    """The ranks and places that parameters of one buffer share. This object keeps neither the
+    buffer nor its engine alive.
 
     Args:
         buffer: The buffer.

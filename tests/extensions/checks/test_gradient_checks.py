@@ -138,7 +138,7 @@ def test_parameters_without_elements_are_finite() -> None:
 
 
 def messages_of(level: str, **fields: Any) -> Messages:
-    """Of the second step; in the first one ranks also agree on an order."""
+    """Counts the second step; in the first one ranks also agree on an order."""
     ddp, messages = wrapped(level, **fields), Messages()
     step(ddp, inputs(0), inputs(5))
     with messages.counting():

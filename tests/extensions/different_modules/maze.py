@@ -132,7 +132,7 @@ def draw_case(draw: random.Random, num_ranks: int) -> Case:
 
 
 def inputs(seed: int, model: nn.Module | None = None) -> Tensor:
-    """Of the dtype and on the device of ``model``."""
+    """Returns a batch of the dtype and on the device of ``model``."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
     like = x if model is None else next(model.parameters())

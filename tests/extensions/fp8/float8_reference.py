@@ -13,7 +13,7 @@ from tests.reference import Batch
 
 
 def _parts(matrix: Tensor, options: Float8) -> Iterator[tuple[tuple[slice, slice], Tensor]]:
-    """What shares a scale, row after row, and its scale."""
+    """Yields the elements that share a scale, row after row, with the scale."""
     size = {"tensor": matrix.shape, "row": (1, matrix.shape[1]), "block": (128, 128)}
     height, width = size[options.granularity]
     for top in range(0, matrix.shape[0], max(height, 1)):
