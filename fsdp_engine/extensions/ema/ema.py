@@ -7,7 +7,7 @@ is one or two operations for each flat buffer, whatever the number of parameters
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class EMA:
         self.num_updates = 0
         self._num_calls = 0
         self._engine = engine
-        self._trained: list[Tensor] | None = None  # of `swapped`: the weights that are trained
+        self._is_swapped = False
         self._averages = [
             _Average(buffer, dtype) for buffer in engine.buffers if buffer.grads is not None
         ]
@@ -152,11 +152,15 @@ class EMA:
             )
         engine.missing_values.check()
         engine.await_ranks()
-        self._swap_in()
-        try:
+        current = self._model_buffers() if self._buffers else {}
+        with ExitStack() as stack:
+            for average in self._averages:
+                stack.enter_context(average.in_model())
+            for name, buffer in self._buffers.items():
+                stack.enter_context(_replaced(current[name], buffer))
+            self._is_swapped = True
+            stack.callback(setattr, self, "_is_swapped", False)
             yield
-        finally:
-            self._swap_out()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the averages and counts: sharded tensors by the names of their parameters, which
@@ -205,7 +209,7 @@ class EMA:
         Raises:
             RuntimeError: It would step averages.
         """
-        if self._trained is not None and self._engine.is_stepped_by(optimizer):
+        if self._is_swapped and self._engine.is_stepped_by(optimizer):
             self._check_not_swapped("optimizer.step()")
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
@@ -217,7 +221,7 @@ class EMA:
         return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
 
     def _check_not_swapped(self, what: str) -> None:
-        if self._trained is not None:
+        if self._is_swapped:
             raise RuntimeError(
                 f"{what}: expected the trained weights in the model; found averages, "
                 "within EMA.swapped(). Leave the context first"
@@ -231,24 +235,18 @@ class EMA:
             if buffer.is_floating_point()
         }
 
-    @torch.no_grad()
-    def _swap_in(self) -> None:
-        self._trained = [each.swap_in() for each in self._averages]
-        current = self._model_buffers() if self._buffers else {}
-        for name, average in self._buffers.items():
-            self._trained.append(current[name].clone())
-            current[name].copy_(average)
 
-    @torch.no_grad()
-    def _swap_out(self) -> None:
-        assert self._trained is not None
-        kept = iter(self._trained)
-        for average in self._averages:
-            average.swap_out(next(kept))
-        current = self._model_buffers() if self._buffers else {}
-        for name in self._buffers:
-            current[name].copy_(next(kept))
-        self._trained = None
+@contextmanager
+def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
+    """Context within which ``tensor`` has other values."""
+    before = tensor.clone()
+    with torch.no_grad():
+        tensor.copy_(values)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            tensor.copy_(before)
 
 
 class _Average:
@@ -290,26 +288,25 @@ class _Average:
         else:
             self._flat.mul_(1 - weight).add_(main, alpha=weight)
 
-    def swap_in(self) -> Tensor:
-        """Let the main weights be the averages. Returns what :meth:`swap_out` needs."""
-        main = self._buffer.weights.main.tensor
+    @contextmanager
+    def in_model(self) -> Iterator[None]:
+        """Context within which the main weights are the averages."""
+        main, average = self._buffer.weights.main.tensor, self._flat
         trained = main.clone()
-        self._write(self._flat)
-        if trained.dtype != self._flat.dtype:
-            return trained
-        # The averages' memory keeps the trained weights meanwhile.
-        self._flat.copy_(trained)
-        return self._flat
+        self._write(average)
+        if trained.dtype == average.dtype:
+            # The averages' memory keeps the trained weights meanwhile.
+            average.copy_(trained)
+            trained = average
+        try:
+            yield
+        finally:
+            averages = self._buffer.weights.main.tensor.clone() if trained is average else None
+            self._write(trained)
+            if averages is not None:
+                average.copy_(averages)
 
-    def swap_out(self, kept: Tensor) -> None:
-        """Let the main weights be the trained ones again."""
-        if kept is not self._flat:
-            self._write(kept)
-            return
-        averages = self._buffer.weights.main.tensor.clone()
-        self._write(kept)
-        self._flat.copy_(averages)
-
+    @torch.no_grad()
     def _write(self, values: Tensor) -> None:
         weights = self._buffer.weights
         if weights.main_shard.before_change is not None:
