@@ -30,7 +30,7 @@ import fsdp_engine.megatron
 from tests.megatron.core_on_cpu import on_cpu
 
 VOCABULARY = 64
-# Each row of the table in docs/megatron.md: arguments, and the level that they choose.
+# Each row of the table in docs/internals/megatron.md: arguments, and the level that they choose.
 ROWS = (
     ("", "no_shard"),
     ("--use-distributed-optimizer", "optim"),

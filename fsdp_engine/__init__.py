@@ -5,14 +5,7 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.engine import Engine
-from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import find_name, names_of, register
-from fsdp_engine.flat_dtensor import FlatDTensor
-from fsdp_engine.options import Options
-from fsdp_engine.precision import MixedPrecisionPolicy
-from fsdp_engine.runtime.hooks import register_forward_method
-from fsdp_engine.sharding import shard
+from fsdp_engine.extension_list import find_name
 
 if TYPE_CHECKING:
     from fsdp_engine.checkpoint import (
@@ -24,13 +17,17 @@ if TYPE_CHECKING:
         save_checkpoint,
     )
     from fsdp_engine.codecs.base import CodecRules as CodecRules
+    from fsdp_engine.engine import Engine
+    from fsdp_engine.engine_extension import EngineExtension
+    from fsdp_engine.flat_dtensor.tensor import FlatDTensor
     from fsdp_engine.megatron.config import DistributedDataParallelConfig
     from fsdp_engine.megatron.distributed_data_parallel import DistributedDataParallel
     from fsdp_engine.megatron.finalize_model_grads import (
         finalize_model_grads as finalize_model_grads,
     )
     from fsdp_engine.megatron.process_groups import ModelParallelGroups as ModelParallelGroups
-    from fsdp_engine.optim import shard_optimizer
+    from fsdp_engine.optim.sharded_step import shard_optimizer
+    from fsdp_engine.options import Options
     from fsdp_engine.planner.estimates import Estimate as Estimate
     from fsdp_engine.planner.estimates import estimate
     from fsdp_engine.planner.simulation.causal_lm_stages import CausalLMStages as CausalLMStages
@@ -48,11 +45,14 @@ if TYPE_CHECKING:
     from fsdp_engine.planner.simulation.tp_plan import apply_tp_plan as apply_tp_plan
     from fsdp_engine.planner.strategy_plan import StrategyPlan
     from fsdp_engine.planner.strategy_search import plan
+    from fsdp_engine.precision import MixedPrecisionPolicy
     from fsdp_engine.pretrained.load import load_pretrained
     from fsdp_engine.pretrained.save import save_pretrained
     from fsdp_engine.pretrained.weight_stream import WeightStream as WeightStream
     from fsdp_engine.pretrained.weight_stream import weight_stream
     from fsdp_engine.pretrained.weight_version import WeightVersion as WeightVersion
+    from fsdp_engine.runtime.hooks import register_forward_method
+    from fsdp_engine.sharding import shard
     from fsdp_engine.units.granules import whole_rows as whole_rows
     from fsdp_engine.units.granules import whole_tensors as whole_tensors
 
@@ -85,16 +85,21 @@ __all__ = [
     "weight_stream",
 ]
 
-
-register()
-
-# Names that are imported at their first use, by module. A training run loads only what it uses.
+# Public names by module. Each is imported at its first use: the engine needs torch's DTensor, whose
+# import takes a second or two.
 _LAZY_NAMES = {
     "checkpoint": (
         *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
         *("load_safetensors", "save_checkpoint"),
     ),
     "codecs.base": ("CodecRules",),
+    "engine": ("Engine",),
+    "engine_extension": ("EngineExtension",),
+    "flat_dtensor.tensor": ("FlatDTensor",),
+    "options": ("Options",),
+    "precision": ("MixedPrecisionPolicy",),
+    "runtime.hooks": ("register_forward_method",),
+    "sharding": ("shard",),
     "megatron.config": ("DistributedDataParallelConfig",),
     "megatron.distributed_data_parallel": ("DistributedDataParallel",),
     "megatron.finalize_model_grads": ("finalize_model_grads",),
@@ -146,4 +151,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, also those that were not imported yet."""
-    return sorted({*globals(), *__all__, *_LAZY, *names_of("names")})
+    return __all__

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
 from fsdp_engine.comm.pending_steps import finish_pending_steps
-from fsdp_engine.extension_list import find, implementation, names_of, other_places
+from fsdp_engine.extension_list import find, implementation, names_of, other_places, register
 from fsdp_engine.memory.allocator import DEVICE, HOST, Memory
 from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.optim.step_listeners import add_step_listener
@@ -486,3 +486,6 @@ def engine_within(model: nn.Module) -> str | None:
         if engine_of(module) is not None and has_parameters(module):
             return label_of(name)
     return None
+
+
+register()

@@ -38,8 +38,8 @@ class Extension:
         deprecated: deprecated arguments of ``fe.shard`` that select it, and their replacements. The
             folder has a function ``from_argument(value)``, which returns the extensions.
         advice: texts for errors of operations whose names begin so.
-        registers: the folder has a function ``register()``, which is called when the package is
-            imported.
+        registers: the folder has a function ``register()``, which is called when the engine's
+            module is imported.
         files: modules of the package that are part of it, for names that users import from there.
         words: options and arguments by which users ask for it.
     """
@@ -269,7 +269,7 @@ def find_module(path: str, needed_by: str | None = None) -> Any:
 
 
 def register() -> None:
-    """Let extensions register what the kernel calls. Called when the package is imported."""
+    """Let extensions register what the kernel calls, before the first engine is built."""
     for each in EXTENSIONS:
         if each.registers:
             importlib.import_module(f"{_FOLDER}.{each.folder}").register()

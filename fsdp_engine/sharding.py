@@ -102,7 +102,7 @@ def shard(
             ranks of ``mesh``.
         options: budgets, buckets, granules, and other options of the engine.
         extensions: features beside plain training, at most one of each class, such as
-            ``fe.Float8()`` or ``fe.GradientChecks()``. ``docs/extensions.md`` lists them.
+            ``fe.Float8()`` or ``fe.GradientChecks()``. ``docs/internals/extensions.md`` lists them.
         deprecated: arguments of earlier versions, with a ``DeprecationWarning`` that names the
             replacement: see ``deprecated_arguments.py``.
 

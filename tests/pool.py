@@ -69,7 +69,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.tensor",
-    "fsdp_engine",
+    "fsdp_engine.sharding",
     "tests.models",
     "tests.reference",
     __name__,

@@ -9,7 +9,7 @@ def test_a_change_of_lanes_runs_these_and_the_quick_core() -> None:
     for changed, expected in (
         (["fsdp_engine/planner/a/b.py"], [*QUICK_CORE, "tests/planner"]),
         (["tests/integrations/test_ray.py"], [*QUICK_CORE, "tests/integrations"]),
-        (["README.md", "docs/guide.md"], [*QUICK_CORE, *LANES["docs"][1]]),
+        (["README.md", "docs/internals/behaviour.md"], [*QUICK_CORE, *LANES["docs"][1]]),
         (["fsdp_engine/planner/a.py", "fsdp_engine/engine.py"], EVERYTHING),
         (["tests/pool.py"], EVERYTHING),
         (["Makefile"], EVERYTHING),

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+USER_PAGES = sorted(set(DOCS.glob("*.md")) - {DOCS / "design.md"})
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 
 
 def anchors(text: str) -> set[str]:
@@ -36,26 +38,34 @@ def broken_links(page: Path, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_to_files_and_headings(page: Path) -> None:
     assert broken_links(page, page.read_text(encoding="utf-8")) == []
 
 
 def test_a_broken_link_is_seen_and_headings_of_the_same_words_have_no_anchor() -> None:
     text = (
-        "[a](docs/guide.md#pipelines), `f[0](x)`, [b](https://example.com/x), [`c`](docs/none.md), "
-        "[d](docs/guide.md#none), [e](#none)"
+        "[a](docs/design.md#seams), `f[0](x)`, [b](https://example.com/x), [`c`](docs/none.md), "
+        "[d](docs/design.md#none), [e](#none)"
     )
     found = broken_links(ROOT / "README.md", text)
-    assert found == ["docs/none.md", "docs/guide.md#none", "#none"]
+    assert found == ["docs/none.md", "docs/design.md#none", "#none"]
     assert anchors("# A b\n## C\n### C\n```\n# code\n```\n## `d_e`, f\n") == {"a-b", "d_e-f"}
 
 
-def test_readme_is_read_in_five_minutes_and_leads_to_every_page() -> None:
+def test_readme_is_read_in_five_minutes_and_leads_to_every_page_for_users() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 150
-    for page in (ROOT / "docs").glob("*.md"):
+    for page in DOCS.glob("*.md"):
         assert f"(docs/{page.name})" in text, page.name
+    assert "(docs/internals/README.md)" in text
+    index = (DOCS / "internals" / "README.md").read_text(encoding="utf-8")
+    for page in (DOCS / "internals").glob("[a-z]*.md"):
+        assert f"({page.name})" in index, page.name
+
+
+def test_pages_for_users_are_read_in_two_hours() -> None:
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in USER_PAGES) <= 20_000
 
 
 @pytest.mark.thorough
@@ -75,7 +85,7 @@ def test_figures_are_those_of_the_results_files() -> None:
 
 
 def test_the_table_of_versions_is_that_of_the_pinned_and_the_required_ones() -> None:
-    text = (ROOT / "docs" / "versions.md").read_text(encoding="utf-8")
+    text = (DOCS / "internals" / "versions.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w-]+) \| ([\w.]+) \| ([\w.]*) \| ", text, re.M)
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "constraints.txt").read_text(), re.M))
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

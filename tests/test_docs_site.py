@@ -57,6 +57,6 @@ def test_search_in_a_browser_finds_a_method(site: Path, tmp_path: Path) -> None:
 
 @needs_chromium
 def test_tables_of_figures_are_tables_in_a_browser(site: Path, tmp_path: Path) -> None:
-    dom = shown(site / "benchmarks.html", "", tmp_path / "profile")
+    dom = shown(site / "internals" / "benchmarks.html", "", tmp_path / "profile")
     assert dom.count("<table>") > 20
     assert "| --- |" not in dom

@@ -29,7 +29,12 @@ LANES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "docs": (
         ["*.md", "docs/*", "mkdocs.yml", "benchmarks/*", "examples/*"],
-        ["tests/test_docs.py", "tests/test_docs_site.py", "tests/test_example.py"],
+        [
+            "tests/test_docs.py",
+            "tests/test_docs_site.py",
+            "tests/test_example.py",
+            "tests/test_snippets.py",
+        ],
     ),
 }
 # Seconds to a few minutes, and most of what a mistake in the core would break.

@@ -3,6 +3,7 @@
     python -m tools.extensions                       list the extensions
     python -m tools.extensions --without offload     delete one from a copy of the tree; check it
     python -m tools.extensions --all                 each of them in turn, then all at once
+    python -m tools.extensions --at-once             all at once
     python -m tools.extensions --today               the two whose turn it is (CI)
 
 The copy loses the extension's folder, its tests, its line in ``fsdp_engine/extension_list.py`` and
@@ -142,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--without", action="append", default=[], metavar="NAME")
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--at-once", action="store_true")
     parser.add_argument("--today", action="store_true")
     parser.add_argument("--whole", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -151,7 +153,9 @@ def main() -> None:
     if given.today:
         chosen = [[each] for each in of_today()]
     if given.all:
-        chosen = [[each] for each in EXTENSIONS] + [list(EXTENSIONS)]
+        chosen = [[each] for each in EXTENSIONS]
+    if given.all or given.at_once:
+        chosen.append(list(EXTENSIONS))
     if not chosen:
         print("\n".join(by_name))
         return

@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the pages that differ")
     args = parser.parse_args()
     differ, used = [], set()
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         page = path.read_text(encoding="utf-8")
         used |= {found[2] for found in _PLACE.finditer(page)}
         if (new := with_figures(page)) != page:

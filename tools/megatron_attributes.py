@@ -2,7 +2,7 @@
 
     python tools/megatron_attributes.py                  # of the installed wheel
     python tools/megatron_attributes.py FOLDER_OR_WHEEL  # of another one
-    python tools/megatron_attributes.py --write          # update docs/megatron.md
+    python tools/megatron_attributes.py --write          # update docs/internals/megatron.md
 
 Does not import megatron-core. An expression is considered a wrapped model if it is a name or an
 attribute in ``MODELS``, or an element of one of ``LISTS``. The list contains attributes that are
@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs" / "megatron.md"
+DOCS = Path(__file__).parents[1] / "docs" / "internals" / "megatron.md"
 BEGIN, END = "<!-- megatron_attributes -->", "<!-- end of megatron_attributes -->"
 
 # Relative to megatron/. The training folder is in the wheel from 0.19 on.
@@ -164,7 +164,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def table(uses: dict[str, Use], wrapper: object) -> list[str]:
-    """Lines of the table in docs/megatron.md.
+    """Lines of the table in docs/internals/megatron.md.
 
     Raises:
         ValueError: an attribute is neither in ``wrapper`` nor in ``NOT_THERE``; names it.
@@ -212,7 +212,7 @@ def main() -> None:
     """Print the table, or write it into the documentation."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("where", nargs="?", type=Path, help="a wheel, or a folder with megatron/")
-    parser.add_argument("--write", action="store_true", help="write it into docs/megatron.md")
+    parser.add_argument("--write", action="store_true", help="write it into the page")
     options = parser.parse_args()
     lines = table(uses_of(options.where or installed()), make_wrapper())
     if options.write:

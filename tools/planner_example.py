@@ -1,4 +1,4 @@
-"""The first example of docs/planner.md: its model, its command, and what the command prints.
+"""The first example of docs/internals/planner.md: its model, its command, and its output.
 
     python tools/planner_example.py            # fails if the page has another output
     python tools/planner_example.py --write    # writes the output into the page
@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 from fsdp_engine import terminal
 from fsdp_engine.planner import planner_cli
 
-PAGE = Path(__file__).parents[1] / "docs" / "planner.md"
+PAGE = Path(__file__).parents[1] / "docs" / "internals" / "planner.md"
 WIDTH = 100
 # The texts before the blocks.
 _BEFORE = {

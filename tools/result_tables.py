@@ -80,7 +80,7 @@ def _step_times() -> dict[str, dict[str, Any]]:
     return {title: run for name in STEP_TIMES for title, run in results(name).items()}
 
 
-# --- README.md, docs/benchmarks.md
+# --- README.md, docs/internals/benchmarks.md
 
 
 def step_time_machine() -> str:
@@ -1167,7 +1167,7 @@ def padding() -> str:
     )
 
 
-# --- docs/levels.md
+# --- docs/internals/levels.md
 
 
 def planned_memory() -> str:
@@ -1190,7 +1190,7 @@ def planned_memory() -> str:
     return with_machine(table(columns, rows), "planned_memory")
 
 
-# --- docs/pretrained.md
+# --- docs/internals/pretrained.md
 
 
 def loading() -> str:
@@ -1224,7 +1224,7 @@ def families() -> str:
     return with_machine(table([*columns, "loads", "saves"], rows), "pretrained_families")
 
 
-# --- docs/weight_stream.md
+# --- docs/internals/weight_stream.md
 
 
 def weight_stream() -> str:
@@ -1244,7 +1244,7 @@ def weight_stream() -> str:
     return with_machine(table(columns, rows), "weight_stream")
 
 
-# --- docs/planner.md
+# --- docs/internals/planner.md
 
 
 def planner_calibrated() -> str:

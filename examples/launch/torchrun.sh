@@ -11,7 +11,7 @@
 #     PYTHON    the interpreter (default: python)
 #
 # Whatever else torchrun takes: PET_RDZV_CONF, PET_LOCAL_ADDR, ... in the environment.
-# docs/cluster.md says what happens when a worker or a node dies.
+# docs/clusters.md says what happens when a worker or a node dies.
 set -uo pipefail
 
 # torch 2.13 keeps one store over restarts. New workers would find in it where dead ones listened,

@@ -8,9 +8,9 @@ The accumulation buffer has memory from the unit's first reduction after gradien
 Tensors over that memory, the published gradients and the submissions that reduce them are made once
 (:class:`GradientTensors`), and serve each step in turn as long as the user holds none of them:
 making them in each step costs more host time than all the rest of a unit's gradients (decision 27
-of ``docs/decisions.md``). If the user holds a published gradient, a slice or a view of one when
-gradients are cleared, that step keeps its tensors, Python's references keep the memory, and the
-next step gets new ones.
+of ``docs/internals/decisions.md``). If the user holds a published gradient, a slice or a view of
+one when gradients are cleared, that step keeps its tensors, Python's references keep the memory,
+and the next step gets new ones.
 
 Reductions write the accumulation buffer where :class:`.GradientShard` says.
 

@@ -6,7 +6,7 @@
         fully_shard(block)
     fully_shard(model)
 
-docs/fsdp2.md compares the two implementations call by call.
+docs/internals/fsdp2.md compares the two implementations call by call.
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

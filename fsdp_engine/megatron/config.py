@@ -1,6 +1,6 @@
 """``DistributedDataParallelConfig``: options under Megatron-Core's names, and their translation.
 
-``docs/megatron.md`` describes the effect of each field and names the test of it.
+``docs/internals/megatron.md`` describes the effect of each field and names the test of it.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ swapping their data pointers, where torch can do so (``UntypedStorage._swap_data
 not in 2.11). Idle memory is kept within a step, as a caching allocator keeps it, but never so much
 that memory in use and idle together exceed the most that was in use. The step's last backward frees
 it, for the optimizer or another model. (Allocating it again costs up to 2 % of a step,
-``docs/benchmarks.md``.)
+``docs/internals/benchmarks.md``.)
 
 [Note: Unread memory]
 Memory that a gather writes must not be read before compute has waited for the gather. Functions of

@@ -78,7 +78,7 @@ def shard_optimizer(
     Nothing else changes: ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` hold
     FlatDTensors, and schedulers and hooks work. Plain tensors in the param groups are updated as
     before. Of parameters that are stepped whole, ``state`` has those that this rank steps
-    (``docs/optimizers.md``). All ranks must call it.
+    (``docs/internals/optimizers.md``). All ranks must call it.
 
     Args:
         optimizer: any whose step treats each element, each tensor or each param group by itself, or

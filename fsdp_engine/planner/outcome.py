@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
 # Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
-# and kernels, and fragmentation of the allocator take the rest (docs/planner.md).
+# and kernels, and fragmentation of the allocator take the rest (docs/internals/planner.md).
 USABLE = 0.9
 
 

@@ -23,7 +23,7 @@ Modules beside blocks are *loose*: the model's forward may read their weights wi
 Each unit costs one collective per gather and per reduction, and host time for submissions. More
 units start collectives earlier and free memory earlier. The first gather and the last reduction are
 always exposed, and grow with their units. Measured (``benchmarks/unit_size.py``; tables in
-docs/benchmarks.md, "Size of a unit"):
+docs/internals/benchmarks.md, "Size of a unit"):
 
 - simulated H100s, 8 and 64 ranks, 16,384 tokens a rank: up to 3 M elements a block the host
   determines the step time, and joining blocks saves 5 to 15 %; from 5 M on compute does, and

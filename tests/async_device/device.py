@@ -3,7 +3,7 @@
 :func:`install` brings the device into this process, for good. From then on
 ``torch.device("deferred")`` is the machine's accelerator, ``torch.deferred`` its module, and
 ``"deferred"`` a backend of process groups. The device itself is in ``csrc/``; see
-``docs/devices.md``.
+``docs/internals/devices.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Each place at which the engine's lanes wait is needed: without it weights are wrong.
 
 ``waits.py`` leaves them out one by one; ``benchmarks/missing_waits.py`` writes the table of
-``docs/devices.md``.
+``docs/internals/devices.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of docs/levels.md on the reductions of each strategy, from a trace of real steps:
+"""The table of docs/internals/levels.md on the reductions of each strategy, from traced steps:
 ``python -m tests.buffers.reduction_table --write`` writes it.
 
 Four ranks, two on each axis, run two microbatches of a model whose gradients are 1 on every rank.
@@ -23,7 +23,7 @@ import fsdp_engine as fe
 from fsdp_engine.comm.collectives import Communicator
 from fsdp_engine.strategies import ALL_STRATEGIES, Strategy
 
-PAGE = Path(__file__).parents[2] / "docs" / "levels.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "levels.md"
 BEGIN, END = "<!-- reductions -->\n", "<!-- end of reductions -->"
 BF16 = torch.bfloat16
 POLICIES = {

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 import torch
 import torch.distributed as dist
-import fsdp_engine
+import fsdp_engine.sharding
 
 sys.setswitchinterval(10)
 dist.init_process_group("gloo")

@@ -1,4 +1,5 @@
-"""What megatron-core reads of a wrapped model is there, or docs/megatron.md says why not."""
+"""What megatron-core reads of a wrapped model is there, or docs/internals/megatron.md
+says why not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Megatron-LM's arguments choose wrapper and level, by the calls of its loop: the example of
-``docs/megatron.md``, and Megatron-Core's configs as they are."""
+``docs/internals/megatron.md``, and Megatron-Core's configs as they are."""
 
 from __future__ import annotations
 
@@ -139,6 +139,6 @@ def test_the_example_is_a_program() -> None:
 
 
 def test_the_page_shows_the_output_for_each_row() -> None:
-    page = (ROOT / "docs" / "megatron.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "megatron.md").read_text(encoding="utf-8")
     shown = dict(re.findall(r"^(\(none\)|--.*?) +\w+DataParallel +(\w+) [\d. ]+$", page, re.M))
     assert shown == {arguments or "(none)": level for arguments, level in ROWS}

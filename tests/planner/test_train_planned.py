@@ -1,4 +1,5 @@
-"""The example that trains by a plan, and those of docs/planner.md, print what they say."""
+"""The example that trains by a plan, and those of docs/internals/planner.md, print what they
+say."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_the_first_example_prints_what_the_page_has() -> None:
 
 @pytest.mark.thorough
 def test_the_example_of_questions_prints_what_the_page_says(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "planner.md").read_text(encoding="utf-8")
     section = page.split("## Global batch, quick plans, and questions")[1]
     (script,) = re.findall(r"```bash\n(.*?)```", section, re.S)[:1]
     (expected,) = re.findall(r"```text\n(.*?)```", section, re.S)[:1]

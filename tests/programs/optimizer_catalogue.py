@@ -1,6 +1,7 @@
 """Every optimizer of five libraries, at every level, beside one process of plain torch.
 
-``python -m tests.programs.optimizer_catalogue --write`` writes the tables of docs/optimizers.md.
+``python -m tests.programs.optimizer_catalogue --write`` writes the tables of
+docs/internals/optimizers.md.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.pool import Ranks
 from tests.programs.packages import TORCHTITAN
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-PAGE = Path(__file__).parents[2] / "docs" / "optimizers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "optimizers.md"
 BEGIN, END = "<!-- optimizers -->", "<!-- end -->"
 # Title of a table, and the module whose classes are tried.
 LIBRARIES = {
@@ -308,7 +309,7 @@ def shortened(text: str, limit: int = 160) -> str:
 
 
 def page(found: dict[str, dict[str, Found]]) -> str:
-    """The part of docs/optimizers.md between ``BEGIN`` and ``END``, markers included."""
+    """The part of docs/internals/optimizers.md between ``BEGIN`` and ``END``, markers included."""
     lines = [BEGIN]
     for library, outcomes in found.items():
         (installed, *_) = distributions(name=library, path=[*sys.path, str(TORCHTITAN)])
@@ -328,7 +329,7 @@ def everything(ranks: Ranks) -> dict[str, dict[str, Found]]:
 
 
 def write(page: Callable[[Ranks], str], begin: str, end: str) -> None:
-    """Write a part of docs/optimizers.md, markers included, if the command line asks for it."""
+    """Write a part of the page, markers included, if the command line asks for it."""
     if "--write" not in sys.argv:
         raise SystemExit("expected --write")
     ranks = Ranks()

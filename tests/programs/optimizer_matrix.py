@@ -1,6 +1,7 @@
 """Optimizers at all levels on several meshes, beside one process of plain torch.
 
-``python -m tests.programs.optimizer_matrix --write`` writes the table of docs/optimizers.md.
+``python -m tests.programs.optimizer_matrix --write`` writes the table of
+docs/internals/optimizers.md.
 
 The model has what makes sharding uneven: odd sizes, a parameter of one element and an empty one, a
 tied weight, an embedding, a convolution. A second model has experts, which only some ranks share.
@@ -285,7 +286,7 @@ def everything(ranks: Ranks) -> dict[str, Row]:
 
 
 def page(rows: dict[str, Row]) -> str:
-    """The part of docs/optimizers.md between ``BEGIN`` and ``END``, markers included."""
+    """The part of docs/internals/optimizers.md between ``BEGIN`` and ``END``, markers included."""
     titles = [*(f"{mesh} ranks" if mesh != "1" else "1 rank" for mesh in MESHES), *COLUMNS[-2:]]
     lines = [f"| optimizer | steps | {' | '.join(titles)} |", "|---|---|" + "---|" * len(titles)]
     notes: dict[str, list[str]] = {}

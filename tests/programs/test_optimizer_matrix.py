@@ -1,4 +1,4 @@
-"""Optimizers train on all meshes as in one process, and docs/optimizers.md says so."""
+"""Optimizers train on all meshes as in one process, and docs/internals/optimizers.md says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/optimizers.md lists what each optimizer did, and none trains other weights."""
+"""docs/internals/optimizers.md lists what each optimizer did, and none trains other weights."""
 
 from __future__ import annotations
 

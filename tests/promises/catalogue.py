@@ -1,6 +1,6 @@
 """The catalogue of trials, and the page that is written from it.
 
-    python -m tests.promises.catalogue --write     # tries everything, writes docs/promises.md anew
+    python -m tests.promises.catalogue --write     # tries everything, writes promises.md anew
 
 Everything public of the namespaces in ``NAMESPACES`` must be in it: a name that no trial and no
 reason covers fails ``test_catalogue.py``, so that a new torch does not slip by.
@@ -34,7 +34,7 @@ from tests.promises.everywhere import LEVELS
 from tests.promises.scene import Entry, names, perform
 from tests.promises.trial import Outcome, Verdict
 
-PAGE = Path(__file__).parents[2] / "docs" / "promises.md"
+PAGE = Path(__file__).parents[2] / "docs" / "internals" / "promises.md"
 BEGIN, END = "<!-- written by tests/promises/catalogue.py -->", "<!-- to here -->"
 
 SECTIONS: dict[str, list[Entry]] = {
@@ -175,7 +175,7 @@ def tensor_lines(found: dict[str, list[tuple[str, Outcome]]]) -> list[str]:
 
 
 def page(by_level: ByLevel, tensors: dict[str, list[tuple[str, Outcome]]]) -> str:
-    """What stands between ``BEGIN`` and ``END`` in docs/promises.md."""
+    """What stands between ``BEGIN`` and ``END`` in docs/internals/promises.md."""
     lines = [BEGIN, "", "### Methods of tensors", ""]
     lines += tensor_lines(tensors)
     for title, entries in SECTIONS.items():

@@ -1,7 +1,7 @@
 """Programs that people write around a model, and those that public reports about sharding engines
 describe.
 
-Those with tests of their own are listed by hand in ``docs/promises.md``.
+Those with tests of their own are listed by hand in ``docs/internals/promises.md``.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ _PREPARED: WeakKeyDictionary[nn.Module, ActivationOffload] = WeakKeyDictionary()
 @dataclass(frozen=True)
 class OffloadActivations(EngineExtension):
     """The tensors that blocks save for backward are in pinned host memory between forward and
-    backward. On a CPU nothing changes. See ``docs/offload.md``.
+    backward. On a CPU nothing changes. See ``docs/internals/offload.md``.
 
     Attributes:
         in_flight: bytes on the device, beside those of the block that computes: of blocks whose

@@ -33,7 +33,7 @@ from fsdp_engine.units.plan import AxisPlans, Plan
 
 
 class Offload(OffloadPlaces, EngineExtension):
-    """Places of state between its uses. See ``docs/offload.md``.
+    """Places of state between its uses. See ``docs/internals/offload.md``.
 
     Each is "device"; "host": pinned memory, from which each unit's shard is copied to the device
     and back; or "disk": a file. On a CPU all state is in host memory anyway.

@@ -33,7 +33,7 @@ STATE_COPIES, STEP_LANE = "state", "optimizer step"
 
 
 class Offloading:
-    """What moves the state of one engine. See ``docs/offload.md``.
+    """What moves the state of one engine. See ``docs/internals/offload.md``.
 
     Args:
         offload: says where state lies.

@@ -1,5 +1,5 @@
-"""The tables of docs/fp8.md, and the columns on fp8 of docs/levels.md, are what engines of real
-models hold and what the planner says that they send."""
+"""The tables of docs/internals/fp8.md, and the columns on fp8 of levels.md, are what engines of
+real models hold and what the planner says that they send."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def table_after(text: str, start: str) -> dict[str, list[str]]:
 
 
 def tables() -> list[dict[str, list[str]]]:
-    text = (ROOT / "docs" / "fp8.md").read_text()
+    text = (ROOT / "docs" / "internals" / "fp8.md").read_text()
     starts = ("**At rest**", "**For a moment**", "**Sent in gathers**")
     return [table_after(text, start) for start in starts]
 
@@ -138,7 +138,8 @@ def test_the_planner_sends_what_the_table_says(row: str) -> None:
     *_, sent = tables()
     recipe, rules = ROWS[row]
     model = make_model(recipe)
-    all_sent = table_after((ROOT / "docs" / "levels.md").read_text(), "**Bytes sent per step**")
+    page = (ROOT / "docs" / "internals" / "levels.md").read_text()
+    all_sent = table_after(page, "**Bytes sent per step**")
     for level, formula in zip(LEVELS, sent[row], strict=True):
         gradients = all_sent[level][1]  # elements, which travel in fp32
         for n, k in ((2, 1), (4, 3)):
@@ -155,7 +156,7 @@ def test_the_planner_sends_what_the_table_says(row: str) -> None:
 
 
 def test_the_columns_on_fp8_of_all_levels_are_what_estimates_say() -> None:
-    text = (ROOT / "docs" / "levels.md").read_text()
+    text = (ROOT / "docs" / "internals" / "levels.md").read_text()
     rest = table_after(text, "**Bytes at rest**")
     sent = table_after(text, "**Bytes sent per step**")
     n, m, k = 8, 2, 3
