@@ -57,7 +57,7 @@ class Extension:
     words: Sequence[str] = ()
 
 
-EXTENSIONS = (
+EXTENSIONS: tuple[Extension, ...] = (
     Extension(
         "activations",
         names=("Checkpointing", "OffloadActivations", "Recompute", "checkpoint_units"),
