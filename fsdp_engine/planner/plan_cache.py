@@ -43,6 +43,8 @@ _STARTED_NS = time.time_ns()
 _PACKAGE = Path(__file__).parent.parent
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _TORCH = Path(torch.__file__).parent
+# An attribute of transformers' GenerationConfig: its hash, which differs between processes.
+_HASH = "_original_object_hash"
 # Files of jobs that are kept; the oldest are removed.
 _MOST_JOBS = 100
 
@@ -165,6 +167,9 @@ class _Describer(pickle._Pickler):  # in Python, since the other does not pass s
             return _described, ("tensor", shape, kind)
         if isinstance(value, set | frozenset):
             return _described, ("set", sorted(map(repr, value)))
+        if _HASH in getattr(value, "__dict__", {}):
+            attributes = {name: each for name, each in vars(value).items() if name != _HASH}
+            return _described, ("object", type(value), attributes)
         if isinstance(value, types.FunctionType):
             _check_source(value)
             return _described, ("function", value.__qualname__, *_parts_of(value))
