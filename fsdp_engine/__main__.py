@@ -1,9 +1,22 @@
 """The command line ``fsdp-engine``, also as ``python -m fsdp_engine``: plans and checkpoints."""
 
-from fsdp_engine.checkpoint.cli import app as checkpoint_app
+import sys
+
+import typer
+
 from fsdp_engine.planner.planner_cli import app
 
-app.add_typer(checkpoint_app, name="checkpoint")
+
+def _with_checkpoints() -> None:
+    """Add the commands for checkpoints, which need torch. Other commands do not import them."""
+    about = "Inspect, verify, export and compare checkpoints."
+    commands = typer.Typer(help=about, no_args_is_help=True)
+    if sys.argv[1:2] == ["checkpoint"]:
+        from fsdp_engine.checkpoint.cli import app as commands
+    app.add_typer(commands, name="checkpoint", help=about)
+
+
+_with_checkpoints()
 
 
 def main() -> None:

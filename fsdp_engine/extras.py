@@ -16,10 +16,8 @@ EXTRAS = {
     "matplotlib": "examples",
     "peft": "peft",
     "ray": "ray",
-    "rich": "cli",
     "torchft": "torchft",
     "transformers": "transformers",
-    "typer": "cli",
 }
 
 

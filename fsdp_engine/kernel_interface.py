@@ -7,7 +7,7 @@ is divided into files. ``tests/test_architecture.py`` checks it. The names are:
   runs on, the hardware;
 - arguments of :func:`~fsdp_engine.shard`, engines, and functions that make them;
 - results without ranks: plans, whose units have sizes, and the formulas of strategies;
-- extensions by name, and texts on a terminal.
+- extensions by name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fsdp_engine import terminal as terminal
 from fsdp_engine.backend import Backend as Backend
 from fsdp_engine.comm import lanes as lanes
 from fsdp_engine.comm.groups import default_group, timeout_of_group

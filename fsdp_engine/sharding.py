@@ -72,46 +72,64 @@ def shard(
     extensions: Iterable[EngineExtension] = (),
     **deprecated: Any,
 ) -> Engine:
-    """Shard ``model``'s parameters, gradients and optimizer state in place. Collective.
+    """Shard the parameters, gradients and optimizer state of ``model`` in place. Collective.
 
-    Modules keep their class, names and identity. Outside forward and backward their parameters
-    are :class:`FlatDTensor`\\ s over this rank's slices (plain tensors if nothing is sharded and
-    main weights are compute weights). Create the optimizer afterwards.
+    Modules keep their class, names and identity. Within forward and backward their parameters are
+    full tensors. Otherwise each parameter is a ``FlatDTensor``, whose local part is the shard of
+    this rank. (At "no_shard", without fp32 main weights, parameters stay plain tensors.) Build the
+    optimizer afterwards, from ``model.parameters()``.
+
+    Example::
+
+        model = MyModel()  # built with the same seed on every rank
+        engine = fe.shard(model, strategy="optim_grads_params")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for batch in loader:
+            model(batch).backward()
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
 
     Args:
-        model: any module, also on the meta device.
-        mesh: data-parallel ranks, (inner,) or (outer, inner), or the sizes of such a mesh of all
-            ranks with consecutive inner ranks. None: all ranks on one axis.
-        strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
-            "optim_grads_params". None: "optim_grads_params". Or the result of
-            :func:`~fsdp_engine.plan`, equal on all ranks: the fastest of its candidates that fits,
-            on ``mesh`` if given. It also determines ``extensions``, and those of ``units``,
-            ``mp_policy`` and ``options`` that are not given.
-        outer_strategy: level of the outer axis, at most ``strategy``. None: "no_shard".
-        units: modules that are gathered and reduced together: see
-            :func:`~.assignment.find_units`.
-        mp_policy: dtypes. None: each parameter's own, with fp32 main weights.
-        initial_values: "same": all ranks have built the same values, which is checked; if only
-            the first rank has values and others are on the meta device, the first rank's are
-            broadcast unit by unit. "rank0": the first rank's parameters and buffers are broadcast
-            to all ranks. "empty": as "same", but tensors that are on the meta device on all ranks
-            are allocated and not initialized, to be loaded next; until they are loaded, forwards
-            and saves raise.
-        expert_mesh: data-parallel ranks of each expert, (inner,) or (outer, inner). Experts are
-            parameters whose attribute ``allreduce`` is False, and DTensors that are sharded over
-            ranks of ``mesh``.
-        options: budgets, buckets, granules, and other options of the engine.
-        extensions: features beside plain training, at most one of each class, such as
-            ``fe.Float8()`` or ``fe.GradientChecks()``. ``docs/internals/extensions.md`` lists them.
-        deprecated: arguments of earlier versions, with a ``DeprecationWarning`` that names the
-            replacement: see ``deprecated_arguments.py``.
+        model: Any module, also one on the meta device.
+        mesh: The data-parallel ranks: a ``DeviceMesh`` of one axis, or of two (outer, inner); or
+            the sizes of such a mesh over all ranks, whose inner ranks are consecutive. None: all
+            ranks on one axis.
+        strategy: Level of the inner axis: "no_shard", "optim", "optim_grads" or
+            "optim_grads_params". None: "optim_grads_params". Or the result of ``fe.plan``, equal on
+            all ranks: the fastest of its candidates that fits, on ``mesh`` if given. The plan also
+            sets ``extensions``, and ``units``, ``mp_policy`` and ``options`` unless they are given.
+        outer_strategy: Level of the outer axis, at most ``strategy``. None: "no_shard".
+        units: Modules that are gathered and reduced together: module classes, modules, name
+            patterns such as "blocks.*", or functions of name and module that return a bool. A tuple
+            among several is one unit. None: the children of the outermost ``nn.ModuleList`` and
+            ``nn.Sequential``, and the modules beside them.
+        mp_policy: Dtypes of weights, gradients and reductions. None: the dtype of each parameter,
+            with fp32 main weights.
+        initial_values: Source of the initial values. "same": all ranks have built the same values,
+            which is checked; if only the first rank has values and the model of the others is on
+            the meta device, the values of the first rank are broadcast. "rank0": the parameters and
+            buffers of the first rank are broadcast. "empty": as "same", but tensors that are on the
+            meta device on all ranks are allocated without values. Load them next: forward raises
+            until all are loaded.
+        expert_mesh: The data-parallel ranks of each expert, as ``mesh``. Experts are parameters
+            whose attribute ``allreduce`` is False, and DTensors that are sharded over ranks of
+            ``mesh``.
+        options: Prefetch window, buckets, granules and other options of the engine.
+        extensions: Optional features, at most one of each class, such as ``fe.Float8()`` or
+            ``fe.GradientChecks()``. ``docs/internals/extensions.md`` lists them.
+        deprecated: Arguments of earlier versions. Each works with a ``DeprecationWarning`` that
+            names its replacement.
+
+    Returns:
+        The engine of the model: clipping, accumulation, full weights, reports.
 
     Raises:
-        ValueError, TypeError: an argument is invalid, or arguments or initial values differ
-            between ranks; on all ranks, before anything is changed.
-        Exception: an error of ``units``, of the granule or of an extension, on its rank; on the
-            others a RuntimeError with that rank and error.
-        RuntimeError: a rank did not come; names it.
+        ValueError, TypeError: An argument is invalid, or arguments or initial values differ between
+            ranks. Raised on all ranks, before anything is changed.
+        Exception: ``units``, the granule or an extension failed on this rank. The other ranks raise
+            a RuntimeError with the rank and its error.
+        RuntimeError: A rank did not make the call in time. The message names it.
     """
     num_rows = 1
     with reporting(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):

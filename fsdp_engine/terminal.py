@@ -11,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fsdp_engine.extras import naming_extra as naming_extra
-
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -44,8 +42,7 @@ class Column:
     @property
     def width(self) -> int:
         """Columns of the terminal with padding and a border."""
-        with naming_extra():
-            from rich.text import Text
+        from rich.text import Text
 
         texts = [Text(self.name), *map(Text.from_markup, self.cells)]
         return max(text.cell_len for text in texts) + 3
@@ -122,8 +119,7 @@ def add_columns(table: Table, columns: Sequence[Column], styles: Sequence[str] =
 
 def terminal_width() -> int | None:
     """The columns of the terminal that shows stdout; None if stdout is a file or a pipe."""
-    with naming_extra():
-        from rich.console import Console
+    from rich.console import Console
 
     return Console().width if sys.stdout.isatty() else None
 
@@ -176,8 +172,7 @@ def format_seconds(seconds: float) -> str:
 
 def print_whole(table: Table) -> None:
     """Print a table without truncating cells. A narrow terminal wraps its lines."""
-    with naming_extra():
-        from rich.console import Console
+    from rich.console import Console
 
     console = Console()
     needed = console.measure(table, options=console.options.update(width=1000)).maximum
@@ -186,8 +181,7 @@ def print_whole(table: Table) -> None:
 
 def table_text(table: Table) -> str:
     """Render a table as plain text, without truncating cells."""
-    with naming_extra():
-        from rich.console import Console
+    from rich.console import Console
 
     console = Console(width=1000, no_color=True)
     with console.capture() as captured:

@@ -12,6 +12,9 @@ line before a block:
     <!-- setup                      lines of Python that run before the block and are not shown,
     x = 1                           such as a model and data
     -->
+
+A ``diff`` block of a program with such a comment shows it before and after a change. The program
+runs both ways, and where both set ``final_loss``, the two are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 _PARTS = re.compile(
     r"^ *<!-- program(?:: (?P<options>.*?))? -->$"
     r"|^ *<!-- setup\n(?P<setup>.*?)^ *-->$"
-    r"|^(?P<indent> *)```python\n(?P<code>.*?)^ *```$",
+    r"|^(?P<indent> *)```(?P<language>python|diff)\n(?P<code>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
 
@@ -41,17 +44,24 @@ class Program:
     line: int
     ranks: int = 2
     needs: list[str] = field(default_factory=list)
+    is_marked: bool = False  # a comment begins it
     is_gpu: bool = False
     is_compiled_only: bool = False
     blocks: list[tuple[int, str]] = field(default_factory=list)  # (line of the page, code)
+    before: list[tuple[int, str]] = field(default_factory=list)  # the same, before the changes
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
     def compile(self) -> None:
         """Raises SyntaxError if a block is no Python."""
-        for line, code in self.blocks:
+        for line, code in [*self.blocks, *self.before]:
             compile(_padded(code, line), self.page, "exec")
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it has a block of the language ``diff``."""
+        return self.blocks != self.before
 
     def missing_packages(self) -> list[str]:
         return [each for each in self.needs if importlib.util.find_spec(each) is None]
@@ -69,19 +79,31 @@ def programs(page: Path) -> list[Program]:
     setup: list[tuple[int, str]] = []
     for match in _PARTS.finditer(text):
         line = text.count("\n", 0, match.start()) + 1
+        if match["language"] == "diff" and not found[-1].is_marked:
+            continue
         if match["code"] is not None:
             indent = len(match["indent"])
             code = "\n".join(each[indent:] for each in match["code"].split("\n"))
-            found[-1].blocks += [*setup, (line + 1, code)]
+            after, before = code, code
+            if match["language"] == "diff":
+                after, before = _side(code, "+"), _side(code, "-")
+            found[-1].blocks += [*setup, (line + 1, after)]
+            found[-1].before += [*setup, (line + 1, before)]
             setup = []
         elif match["setup"] is not None:
             setup.append((line + 1, match["setup"]))
         else:
-            found.append(Program(name, line))
+            found.append(Program(name, line, is_marked=True))
             _read_options(found[-1], match["options"] or "")
     if setup:
         raise ValueError(f"{name}:{setup[0][0]}: expected a block after setup; found none")
     return [each for each in found if each.blocks]
+
+
+def _side(diff: str, sign: str) -> str:
+    """The lines of a diff that have a sign or none; the others are empty."""
+    lines = (each[1:] if each[:1] in (sign, " ") else "" for each in diff.split("\n"))
+    return "\n".join(lines)
 
 
 def _read_options(program: Program, options: str) -> None:
@@ -104,8 +126,9 @@ def _padded(code: str, line: int) -> str:
     return "\n" * (line - 1) + code
 
 
-def run(blocks: list[tuple[int, str]], page: str, folder: str) -> None:
-    """Runs the blocks of a program on this rank; ``folder`` is the current one meanwhile."""
+def run(blocks: list[tuple[int, str]], page: str, folder: str) -> float | None:
+    """Runs the blocks of a program on this rank; ``folder`` is the current one meanwhile. Returns
+    the program's ``final_loss``, or None."""
     before, path = os.getcwd(), list(sys.path)
     os.chdir(folder)
     module = type(sys)("__main__")
@@ -114,6 +137,8 @@ def run(blocks: list[tuple[int, str]], page: str, folder: str) -> None:
     try:
         for line, code in blocks:
             exec(compile(_padded(code, line), page, "exec"), module.__dict__)
+        loss = module.__dict__.get("final_loss")
+        return None if loss is None else float(loss)
     finally:
         sys.modules["__main__"] = replaced
         sys.path[:] = path

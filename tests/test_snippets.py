@@ -22,7 +22,13 @@ def test_snippets_of_a_page_run(program: Program, ranks: Ranks, tmp_path: Path) 
         pytest.skip("needs a GPU")
     if missing := program.missing_packages():
         pytest.skip(f"needs {', '.join(missing)}")
-    ranks.run(run, program.blocks, program.page, str(tmp_path), world_size=program.ranks)
+    sides = [program.blocks, program.before] if program.is_changed else [program.blocks]
+    losses = [
+        ranks.run(run, side, program.page, str(tmp_path), world_size=program.ranks)
+        for side in sides
+    ]
+    if program.is_changed:
+        assert losses[0] == [each and pytest.approx(each, rel=1e-4) for each in losses[1]]
 
 
 def test_programs_of_a_page_are_read(tmp_path: Path, ranks: Ranks) -> None:
@@ -42,6 +48,17 @@ def test_programs_of_a_page_are_read(tmp_path: Path, ranks: Ranks) -> None:
     ranks.run(run, first.blocks, first.page, str(tmp_path), world_size=2)
     with pytest.raises(RuntimeError, match=r'"page.md", line 18'):
         ranks.run(run, second.blocks, second.page, str(tmp_path), world_size=2)
+
+
+def test_a_diff_runs_before_and_after_its_change(tmp_path: Path, ranks: Ranks) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- program -->\n```diff\n-rank = 0.0\n+rank = 1.0\n \n final_loss = rank + 1\n```\n"
+    )
+    (program,) = programs(page)
+    assert program.is_changed
+    for side, loss in ((program.blocks, 2.0), (program.before, 1.0)):
+        assert ranks.run(run, side, program.page, str(tmp_path), world_size=1) == [loss]
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,16 @@ from typing import Annotated, Any
 from zipfile import BadZipFile
 
 import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from fsdp_engine.checkpoint import tables
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
@@ -35,21 +45,7 @@ from fsdp_engine.checkpoint.offline import (
     find_folders,
     verify,
 )
-from fsdp_engine.extras import naming_extra
 from fsdp_engine.terminal import format_bytes, print_whole
-
-with naming_extra():
-    import typer
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
 
 DTYPES = {
     "float32": torch.float32,

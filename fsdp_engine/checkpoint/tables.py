@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from rich.markup import escape
+from rich.table import Table
+
 from fsdp_engine.checkpoint.inspection import (
     Description,
     TensorDifference,
@@ -19,13 +22,7 @@ from fsdp_engine.checkpoint.model_state import (
     RANKS,
 )
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
-from fsdp_engine.extras import naming_extra
 from fsdp_engine.terminal import format_bytes
-
-with naming_extra():
-    from rich.markup import escape
-    from rich.table import Table
-
 
 # Above this number, tensors are shown in groups.
 MAX_TENSORS = 100

@@ -9,14 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdp_engine.kernel_interface import Strategy, allocator, find_module
+from fsdp_engine.planner.option_values import OFFLOAD, SELECTIVE
 from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces
 
 Mesh = tuple[int, ...]
 # What becomes of activations: see :class:`Candidate`.
 Activations = Any
-SELECTIVE = "selective"
-OFFLOAD = "offload"
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
-"""Parses names of functions, models of transformers and shapes of a batch on the command line."""
+"""Models and batches that the command line names."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,44 +13,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdp_engine.kernel_interface import allocator
+from fsdp_engine.planner.option_values import import_function
 from fsdp_engine.planner.simulation.simulation_error import read_json
 
-# As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan
-# for; as `context_parallel`: all that fit a node, for long sequences; as `pipeline`: up to the
-# number of nodes.
-AUTO = "auto"
 _CPU = torch.device("cpu")
 # Classes with one label per row; other models have one label per token.
 _ONE_LABEL_A_ROW = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
-
-
-def import_function(spec: str, what: str) -> Callable[..., Any]:
-    """Import the function of ``module:function``. The working directory is added to ``sys.path``.
-
-    Args:
-        spec: the name.
-        what: name of the argument, for errors.
-
-    Raises:
-        ValueError: there is no such module or function.
-    """
-    module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute):
-        raise ValueError(f"{what}: expected module:function; found {spec!r}")
-    if (folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, folder)
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ValueError(
-            f"{what}: expected a module that can be imported; found {module_name!r} ({error})"
-        ) from error
-    function: Callable[..., Any] | None = getattr(module, attribute, None)
-    if not callable(function):
-        raise ValueError(
-            f"{what}: expected a function {attribute!r} in {module_name}; found {function!r}"
-        )
-    return function
 
 
 def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
@@ -68,6 +35,12 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
     path = Path(spec)
     if path.is_dir():
         path = path / "config.json"
+    elif re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and path.suffix != ".json":
+        raise ValueError(
+            f"{what}: expected module:function, a config.json or a folder that contains one; found "
+            f"{spec!r}, which is no folder. A model of the Hugging Face Hub has to be downloaded "
+            f"first: hf download {spec} config.json --local-dir {path.name}"
+        )
     make = _of_config(path, what) if path.suffix == ".json" else import_function(spec, what)
 
     def build() -> nn.Module:
@@ -138,60 +111,6 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
             f"{what}: expected a config.json that transformers reads; found {path}: {error}"
         ) from error
     return lambda: architecture(config)
-
-
-def parsed_sizes(text: str, option: str) -> list[int]:
-    """Returns the numbers of a text such as "1,2,4".
-
-    Args:
-        text: the text.
-        option: name of the option, for errors.
-
-    Raises:
-        ValueError: it is none.
-    """
-    try:
-        sizes = [int(each) for each in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"{option}: expected such as 1,2,4; found {text!r}")
-    return sizes
-
-
-def parsed_degrees(text: str, option: str) -> list[int] | str:
-    """Returns the same numbers, or "auto"."""
-    return text if text == AUTO else parsed_sizes(text, option)
-
-
-def parsed_bytes(gib: float, option: str) -> float:
-    """Returns the bytes of so many GiB.
-
-    Raises:
-        ValueError: it is no positive number.
-    """
-    if not 0 < gib < float("inf"):
-        raise ValueError(f"{option}: expected GiB, more than 0; found {gib}")
-    return gib * 2**30
-
-
-def parsed_count(text: str, option: str = "--global-batch") -> float:
-    """Returns the number of a text such as "4M": k is 2^10, M is 2^20.
-
-    Args:
-        text: the text.
-        option: name of the option, for errors.
-
-    Raises:
-        ValueError: it is none.
-    """
-    factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
-    try:
-        return float(text) if factor is None else factor * float(text[:-1])
-    except ValueError:
-        raise ValueError(
-            f"{option}: expected a number such as 4M or 4194304; found {text!r}"
-        ) from None
 
 
 def batch_shape(spec: str) -> tuple[int, ...] | None:

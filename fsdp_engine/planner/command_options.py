@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from enum import StrEnum
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 
 class Needs(StrEnum):
@@ -36,6 +37,7 @@ class _Option:
     parse: Callable[[Any, str], Any] | None
     needs: Needs
     requires: str
+    panel: str
 
 
 _OPTION = "option"
@@ -51,6 +53,7 @@ def option(
     parse: Callable[[Any, str], Any] | None = None,
     needs: Needs = Needs.any,
     requires: str = "",
+    panel: str = "",
 ) -> Any:
     """Returns a field of a dataclass that is an option of the command line.
 
@@ -63,9 +66,10 @@ def option(
         parse: returns the field's value for the option's value, which is not None, and its name.
         needs: the plans in which it has an effect.
         requires: name of an option without which it has no effect. Empty: there is none.
+        panel: The heading of the option in ``--help``. Empty: that of the group.
     """
     first = default if shown is MISSING else shown
-    form = _Option(help, name, type, first, parse, needs, requires)
+    form = _Option(help, name, type, first, parse, needs, requires, panel)
     return field(default=default, metadata={_OPTION: form})
 
 
@@ -87,19 +91,31 @@ def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect
 
     Args:
         make: ``typer.Option``.
-        groups: dataclasses.
+        groups: dataclasses. Their attribute ``panel`` is the heading of their options in
+            ``--help``.
     """
     for group in groups:
-        hints = get_type_hints(group)
         for field_name, name, form in options_of(group):
-            kind = hints[field_name] if form.type is None else form.type
+            kind = _type_of(group, field_name) if form.type is None else form.type
             names = [flag(name)] if kind is bool else []
             yield inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=inspect.Parameter.empty if form.default is MISSING else form.default,
-                annotation=Annotated[kind, make(*names, help=form.help)],
+                annotation=Annotated[
+                    kind,
+                    make(*names, help=form.help, rich_help_panel=form.panel or group.panel),
+                ],
             )
+
+
+def _type_of(group: type, field_name: str) -> Any:
+    """The type of a field. Types of other fields, which may need torch, are not evaluated."""
+    for each in group.__mro__:
+        annotations = inspect.get_annotations(each)
+        if field_name in annotations:
+            return eval(annotations[field_name], vars(sys.modules[each.__module__]))
+    raise AttributeError(field_name)
 
 
 def parsed(group: Any, values: Mapping[str, Any]) -> dict[str, Any]:

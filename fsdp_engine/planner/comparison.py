@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.kernel_interface import terminal
+from fsdp_engine import terminal
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.questions import TrainingRun, format_large
 from fsdp_engine.planner.simulation.machine import Machine
@@ -102,8 +102,7 @@ def comparison_table(
         items: tokens or samples of a training run, for columns with its days and GPU hours.
         prices: dollars per GPU hour, one for all rows or one for each, for a column with its cost.
     """
-    with terminal.naming_extra():
-        from rich.table import Table
+    from rich.table import Table
 
     setting = found.rows[0].setting
     scales = len({each.setting.world_size for each in found.rows}) > 1

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.kernel_interface import terminal
+from fsdp_engine import terminal
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.plan_view import (
     CHOSEN_COLOUR,
@@ -34,7 +35,7 @@ def save_figure(planning: StrategyPlan, path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    with terminal.naming_extra():
+    with naming_extra():
         from matplotlib.figure import Figure
 
     outcomes = planning.outcomes[::-1]  # the y axis is upwards

@@ -14,7 +14,10 @@ from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from fsdp_engine.kernel_interface import lanes, terminal
+from rich.text import Text
+
+from fsdp_engine import terminal
+from fsdp_engine.kernel_interface import lanes
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import Outcome, part_waiting_for
 from fsdp_engine.planner.plan_view import KIND_COLOURS, TIME_COLOURS, table_unit, time_label
@@ -29,9 +32,6 @@ from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.module_names import parents_of
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
-
-with terminal.naming_extra():
-    from rich.text import Text
 
 # Pixels of a row of the timeline, and of the chart of memory; points of the latter.
 _ROW, _GAP, _MEMORY_HEIGHT, _POINTS = 20, 4, 180, 600

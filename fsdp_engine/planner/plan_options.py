@@ -1,33 +1,17 @@
-"""The options of a plan, for ``fe.plan`` and for the command line."""
+"""The options of :func:`fsdp_engine.plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
-from torch import Tensor
-
 from fsdp_engine.kernel_interface import allocator, find_module
-from fsdp_engine.planner.candidates import (
-    OFFLOAD,
-    SELECTIVE,
-    Activations,
-    check_checkpointing,
-)
-from fsdp_engine.planner.command_inputs import (
-    AUTO,
-    import_function,
-    parsed_bytes,
-    parsed_count,
-    parsed_degrees,
-    parsed_sizes,
-)
-from fsdp_engine.planner.command_options import Needs, option
+from fsdp_engine.planner.candidates import check_checkpointing
+from fsdp_engine.planner.command_fields import PlanFields
+from fsdp_engine.planner.option_values import AUTO, SELECTIVE
 from fsdp_engine.planner.outcome import USABLE
-from fsdp_engine.planner.simulation.causal_lm_stages import Stages
-from fsdp_engine.planner.simulation.machine import PRESETS, Machine
+from fsdp_engine.planner.simulation.machine import Machine
 from fsdp_engine.planner.simulation.simulation_error import (
     check_callable,
     check_count,
@@ -35,46 +19,11 @@ from fsdp_engine.planner.simulation.simulation_error import (
     check_type,
     listed,
 )
-from fsdp_engine.planner.simulation.step_options import GivenOptions, MakeOptimizer, Parallelize
 from fsdp_engine.planner.state_places import StatePlaces, is_offload, offloads_to_host
 
 
-class Where(StrEnum):
-    """The place of optimizer state between steps; everything: also of main weights and gradients,
-    on the host."""
-
-    auto = "auto"
-    none = "none"
-    host = "host"
-    everything = "everything"
-    disk = "disk"
-
-
-class Recompute(StrEnum):
-    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
-    activations are on the host; auto: off, selective and on, and offload where that may be the
-    fastest."""
-
-    auto = "auto"
-    both = "both"
-    on = "on"
-    selective = "selective"
-    off = "off"
-    offload = "offload"
-
-
-_CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
-    Recompute.auto: None,
-    Recompute.both: (False, True),
-    Recompute.on: (True,),
-    Recompute.selective: (SELECTIVE,),
-    Recompute.off: (False,),
-    Recompute.offload: (OFFLOAD,),
-}
-
-
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions(GivenOptions):
+class PlanOptions(PlanFields):
     """Options of :func:`~.strategy_search.plan`, which the command line has, too.
 
     Attributes:
@@ -139,137 +88,6 @@ class PlanOptions(GivenOptions):
     Raises:
         TypeError, ValueError: an option is invalid.
     """
-
-    world_size: int = option("ranks in all", name="world")
-    machine: Machine | str = option(
-        f"{', '.join(PRESETS)}, or a file written by calibrate",
-        "h100",
-        type=str,
-        needs=Needs.batch,
-    )
-    memory: float | None = option(
-        "memory limit of a rank in GiB; default: 0.9 of the machine's memory",
-        None,
-        parse=parsed_bytes,
-    )
-    meshes: Iterable[Sequence[int]] | None = None
-    context_parallel: int | Sequence[int] | str = option(
-        "ranks that share each sequence, by torch's context_parallel; several to try, such as "
-        "1,8; auto: all that fit a node, for sequences of 32,768 tokens or more",
-        1,
-        type=str,
-        shown="1",
-        parse=parsed_degrees,
-        needs=Needs.simulation,
-    )
-    tensor_parallel: int | Sequence[int] | str = option(
-        "ranks that share each matrix, by the plan that a model of transformers has; several to "
-        "try, such as 1,8; auto: all that fit a node",
-        1,
-        type=str,
-        shown="1",
-        parse=parsed_degrees,
-        needs=Needs.simulation,
-    )
-    parallelize: Parallelize | None = None
-    pipeline: int | Sequence[int] | str = option(
-        "ranks of a pipeline of stages; several to try, such as 1,4; auto: powers of two up to the "
-        "number of nodes",
-        1,
-        type=str,
-        shown="1",
-        parse=parsed_degrees,
-        needs=Needs.simulation,
-    )
-    schedules: str | Sequence[str] = option(
-        "of pipelines, by torch's names, such as 1F1B,ZBVZeroBubble",
-        "1F1B",
-        type=str,
-        parse=lambda text, _: text.split(","),
-        needs=Needs.simulation,
-    )
-    stages: Stages | None = None
-    stage_loss: Callable[[Any, Any], Tensor] | None = None
-    checkpointing: Iterable[Activations] | None = option(
-        "candidates with activation checkpointing of each block, or without; selective: but for "
-        "attention and every second product; offload: with their activations on the host; auto: "
-        "off, selective and on, and offload where it may be the fastest, but with --offload none",
-        None,
-        name="recompute",
-        type=Recompute,
-        shown=Recompute.auto,
-        parse=lambda value, _: _CHECKPOINTING[value],
-        needs=Needs.simulation,
-    )
-    microbatch_sizes: Sequence[int] | None = option(
-        "sizes to try, such as 1,2,4; --batch is called with each",
-        None,
-        type=str | None,
-        parse=parsed_sizes,
-        needs=Needs.simulation,
-    )
-    microbatches: int = option("microbatches per step", 1)
-    global_batch: float | None = option(
-        "tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); finds the "
-        "largest microbatch that fits, and the number of microbatches",
-        None,
-        type=str | None,
-        parse=parsed_count,
-        needs=Needs.simulation,
-    )
-    sequences: Sequence[int] | None = option(
-        "sequence lengths to try, such as 4096,8192",
-        None,
-        name="sequence",
-        type=str | None,
-        parse=parsed_sizes,
-        needs=Needs.simulation,
-    )
-    quick: bool = option(
-        "print the plan of the likeliest candidates first, then the full plan",
-        False,
-        needs=Needs.simulation,
-    )
-    compile: bool = option(
-        "blocks are compiled by torch.compile (block.compile() on each)",
-        False,
-        needs=Needs.simulation,
-    )
-    cache: bool = option(
-        "simulate rows that are in the cache folder, and keep none there",
-        False,
-        name="no_cache",
-        parse=lambda is_off, _: not is_off,
-        needs=Needs.simulation,
-    )
-    progress: bool = False
-    optimizer: MakeOptimizer | None = option(
-        "with --batch: module:function of the parameters; default: AdamW",
-        None,
-        type=str | None,
-        parse=import_function,
-        needs=Needs.simulation,
-    )
-    loss: Callable[[Any], Tensor] | None = option(
-        "with --batch: module:function of the model's output",
-        None,
-        type=str | None,
-        parse=import_function,
-        needs=Needs.simulation,
-    )
-    formulas: bool = option(
-        "with --batch: do not run the model; activations, times and whether it fits are unknown",
-        False,
-        needs=Needs.batch,
-    )
-    offload: StatePlaces | str | None = option(
-        "optimizer state on the host or on a disk; everything: also main weights and gradients on "
-        "the host; auto: with --batch, the first of none, host and everything with which something "
-        "fits",
-        AUTO,
-        type=Where,
-        shown=Where.auto,
-    )
 
     def __post_init__(self) -> None:
         for name in (

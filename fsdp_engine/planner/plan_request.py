@@ -19,7 +19,7 @@ from fsdp_engine.planner.candidates import (
     is_quick,
     quick_candidates,
 )
-from fsdp_engine.planner.command_inputs import AUTO, import_function
+from fsdp_engine.planner.option_values import AUTO, import_function
 from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.simulation.causal_lm_stages import (
     CausalLMStages,

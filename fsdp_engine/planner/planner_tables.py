@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_engine.kernel_interface import Strategy, terminal
+from rich.table import Table
+
+from fsdp_engine import terminal
+from fsdp_engine.kernel_interface import Strategy
 from fsdp_engine.planner.estimates import NOT_INCLUDED, Estimate
 from fsdp_engine.planner.outcome import AXES, CONTEXT, TENSOR, Outcome, Setting
 from fsdp_engine.planner.plan_view import in_units, table_unit
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
-
-with terminal.naming_extra():
-    from rich.table import Table
-
 
 # The numbers of levels, by name.
 _NUMBERS = {each.inner.name: str(each.inner.value) for each in Strategy.all_on(1)}
@@ -141,7 +140,7 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[terminal
     ]
     columns.append(terminal.Column("step", steps))
     columns.append(terminal.Column("exposed", waits, drop=30))
-    columns.append(terminal.Column(f"{setting.item}/s", rates, drop=100))
+    columns.append(terminal.Column(f"{setting.item}/s", rates))
     axes = [*AXES[: 1 + has_outer], *(axis for axis, is_there in shared.items() if is_there)]
     for number, axis in enumerate(axes):
         sent = [in_units(each.sent.get(axis, 0), unit) for each in outcomes]

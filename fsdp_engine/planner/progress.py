@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from fsdp_engine.kernel_interface import terminal
+from fsdp_engine import terminal
 from fsdp_engine.planner.outcome import Outcome
 
 if TYPE_CHECKING:
@@ -58,10 +58,9 @@ def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
     if not is_shown:
         yield PlanProgress()
         return
-    with terminal.naming_extra():
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-        from rich.table import Column
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.table import Column
 
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:  # each refresh would be a line

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from fsdp_engine.kernel_interface import terminal
-from fsdp_engine.planner.command_options import Needs, option
+from rich.console import Console
+
+from fsdp_engine import terminal
+from fsdp_engine.planner.command_fields import QuestionFields
 from fsdp_engine.planner.comparison import Comparison, comparison_table, named_machines
 from fsdp_engine.planner.questions import format_duration
 from fsdp_engine.planner.scaling_figure import save_scaling_figure
-from fsdp_engine.planner.simulation.simulation_error import check_positive
 from fsdp_engine.planner.strategy_plan import StrategyPlan
-
-with terminal.naming_extra():
-    from rich.console import Console
-
-
-def _positive(value: float, option: str) -> float:
-    check_positive(option, value, "a number")
-    return value
-
-
-def _prices(text: str, option: str) -> tuple[float, ...]:
-    prices = tuple(float(each) for each in text.split(","))
-    for each in prices:
-        check_positive(option, each, "dollars per GPU hour")
-    return prices
-
-
-def _machines(text: str, _option: str) -> tuple[str, ...]:
-    return tuple(name for name, _ in named_machines(text.split(",")))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions:
+class Questions(QuestionFields):
     """Questions about a plan.
 
     Attributes:
@@ -47,48 +28,11 @@ class Questions:
         checkpoint_bandwidth: GB/s to storage, of all ranks together.
 
     Raises:
-        ValueError: there are other numbers of prices and machines.
+        ValueError: There is no such machine, or there are other numbers of prices and machines.
     """
 
-    tokens: float | None = option(
-        "of a training run, such as 15e12: its days, GPU hours and MFU",
-        None,
-        parse=_positive,
-        needs=Needs.simulation,
-    )
-    price: tuple[float, ...] | None = option(
-        "with --tokens: dollars per GPU hour; one, or one for each of --compare, such as 2.5,3.2",
-        None,
-        type=str | None,
-        parse=_prices,
-        needs=Needs.simulation,
-        requires="tokens",
-    )
-    compare: tuple[str, ...] | None = option(
-        "machines to plan for, too, such as h100,h200",
-        None,
-        type=str | None,
-        parse=_machines,
-        needs=Needs.simulation,
-    )
-    scaling: bool = option(
-        "how the time grows from 8 to 4,096 ranks", False, needs=Needs.simulation
-    )
-    scaling_figure: Path | None = option(
-        "with --scaling: save a figure of it to this file",
-        None,
-        needs=Needs.simulation,
-        requires="scaling",
-    )
-    checkpoint_bandwidth: float | None = option(
-        "GB/s to storage of all ranks together: the time of a save",
-        None,
-        parse=_positive,
-        needs=Needs.simulation,
-    )
-
     def __post_init__(self) -> None:
-        count = len(self.compare or ())
+        count = len([*named_machines(self.compare or ())])
         if len(self._prices) not in (1, count):
             raise ValueError(
                 f"--price: expected one price, or {count} for --compare; found "

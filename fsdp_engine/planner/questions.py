@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from fsdp_engine.kernel_interface import terminal
+from fsdp_engine import terminal
 from fsdp_engine.planner.outcome import Outcome, Setting
 from fsdp_engine.planner.simulation.simulation_error import check_positive
 from fsdp_engine.planner.simulation.time_accuracy import TimeAccuracy, accuracy_of

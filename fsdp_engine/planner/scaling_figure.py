@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdp_engine.kernel_interface import terminal
+from fsdp_engine import terminal
+from fsdp_engine.extras import naming_extra
 from fsdp_engine.planner.comparison import ComparedRow, Comparison
 from fsdp_engine.planner.plan_view import TIME_COLOURS, row_label, time_label
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
@@ -24,7 +25,7 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
         ImportError: matplotlib is not installed.
         ValueError: nothing fits on any number of ranks.
     """
-    with terminal.naming_extra():
+    with naming_extra():
         from matplotlib.figure import Figure
 
     base = found.base

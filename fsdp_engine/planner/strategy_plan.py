@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from fsdp_engine.kernel_interface import Engine, checked_arguments, terminal
+from fsdp_engine import terminal
+from fsdp_engine.kernel_interface import Engine, checked_arguments
 from fsdp_engine.planner.candidate_sharding import shard_as
-from fsdp_engine.planner.candidates import SELECTIVE, Candidate, Mesh, merged_extensions
+from fsdp_engine.planner.candidates import Candidate, Mesh, merged_extensions
 from fsdp_engine.planner.comparison import ComparedRow, Comparison, named_machines
+from fsdp_engine.planner.option_values import SELECTIVE
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     TOLERANCE,
@@ -67,16 +69,15 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     lines = []
     if setting.why_unknown:
         lines.append(f"Activations and times are unknown: {setting.why_unknown}")
-    if limit := _limit(setting):
-        lines.append(limit)
+    limit = [text] if (text := _limit(setting)) else []
     first = outcomes[0]
     if first.lacking:
         if setting.is_quick:
             lines.append(f"This is a quick plan, of {len(outcomes)} of the candidates.")
-        return "\n".join([*lines, *_nothing_fits(setting, outcomes)])
+        return "\n".join([*lines, *_nothing_fits(setting, outcomes), *limit])
     if first.times is None:
-        return "\n".join([*lines, *_unknown_fit(setting, first)])
-    lines.append(_choice(setting, first, first.times))
+        return "\n".join([*lines, *_unknown_fit(setting, first), *limit])
+    lines += [_choice(setting, first, first.times), *limit]
     if setting.is_compiled:
         lines.append(_COMPILED)
     lines.append(accuracy_of(setting.machine_family).sentence(first.times.step))

@@ -14,11 +14,11 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.kernel_interface import Options
-from fsdp_engine.planner.candidates import OFFLOAD, SELECTIVE, Candidate, candidates, is_quick
-from fsdp_engine.planner.command_inputs import AUTO
+from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
+from fsdp_engine.planner.option_values import AUTO, OFFLOAD, SELECTIVE
 from fsdp_engine.planner.outcome import (
     ACTIVATIONS,
     Outcome,

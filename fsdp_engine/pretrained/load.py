@@ -5,7 +5,6 @@ Tensors that are missing in the folder and have no values yet are initialized by
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import warnings
@@ -22,7 +21,6 @@ from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_w
 from fsdp_engine.checkpoint.safetensors_folder import read_folder
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine, engine_of
-from fsdp_engine.extras import naming_extra
 from fsdp_engine.pretrained.adapters import Place, adapter_layers, holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
 
@@ -177,8 +175,7 @@ def load_pretrained(
         key_mapping: regular expressions for names in the files, and replacements, applied before
             the model's conversions.
         adapter: name in the model of the adapter in ``folder``; None: the only one, or "default".
-        progress: show a progress bar on the first rank's stderr. None: if it is a terminal
-            and rich is installed.
+        progress: Show a progress bar on the first rank's stderr. None: if it is a terminal.
 
     Returns:
         The missing and the unexpected names.
@@ -200,9 +197,6 @@ def load_pretrained(
     replaced: set[str] | None = None
     error: Exception | None = None
     try:
-        if progress:
-            with naming_extra():
-                import rich.progress  # noqa: F401 - a missing package raises on all ranks
         check_at_rest(engine)
         check_shared(WHAT, engine)
         is_of_adapter = holds_adapter(Path(folder)) or adapter is not None
@@ -272,7 +266,7 @@ def _mismatches(folder: str, report: LoadedPretrained) -> str:
 
 
 def _has_terminal() -> bool:
-    return sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
+    return sys.stderr.isatty()
 
 
 @contextmanager

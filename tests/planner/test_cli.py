@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 import sys
+import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,12 +21,13 @@ from torch import nn
 from typer.testing import CliRunner
 
 import fsdp_engine as fe
-from fsdp_engine.planner import job, plan_cache, planner_cli, strategy_search
+from fsdp_engine.planner import job, plan_cache, plan_command, strategy_search
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.command_inputs import default_loss
 from fsdp_engine.planner.outcome import Outcome, Times
+from fsdp_engine.planner.plan_command import FIT_UNKNOWN, NOTHING_FITS, build_on_meta
 from fsdp_engine.planner.plan_options import PlanOptions
-from fsdp_engine.planner.planner_cli import FIT_UNKNOWN, NOTHING_FITS, app, build_on_meta
+from fsdp_engine.planner.planner_cli import app
 from fsdp_engine.planner.progress import plan_progress
 from fsdp_engine.planner.state_places import offloads_to_host
 from fsdp_engine.planner.strategy_plan import StrategyPlan
@@ -99,7 +102,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         found.update(build=build, batch=batch, **vars(options), **options.shard)
         return made_plan()
 
-    monkeypatch.setattr(planner_cli, "plan_job", plan)
+    monkeypatch.setattr(plan_command, "plan_job", plan)
     return found
 
 
@@ -170,7 +173,7 @@ def test_a_model_is_built_on_the_meta_device() -> None:
 
 def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     output = run(
-        f"{OF_WORDS} --recompute off --figure plan.svg --html plan.html --trace step.json "
+        f"{OF_WORDS} --full --recompute off --figure plan.svg --html plan.html --trace step.json "
         "--save plan.json --outer 1"
     )
     table = cells(output)
@@ -188,6 +191,9 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     assert f"Use {planning.chosen.candidate}: " in output
 
 
+FLOATS = fe.MixedPrecisionPolicy(
+    torch.bfloat16, **dict.fromkeys(("main_params_dtype", "main_grads_dtype"), torch.float32)
+)
 ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("--offload none", {"offload": None}),
     ("--offload host", {"offload": fe.Offload("host")}),
@@ -201,10 +207,12 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("--context-parallel auto", {"context_parallel": "auto"}),
     ("--context-parallel 4 --pipeline 1,2", {"context_parallel": [4], "pipeline": [1, 2]}),
     ("--pipeline 2 --schedules 1F1B,GPipe", {"pipeline": [2], "schedules": ["1F1B", "GPipe"]}),
+    ("--full", {"quick": False}),
+    ("--dtype bfloat16", {"mp_policy": FLOATS}),
     ("--outer 1", {"meshes": [(16,)]}),
     ("--outer 2 --tensor-parallel 1,2", {"meshes": [(16,), (2, 8), (8,), (2, 4)]}),
     ("--memory 2 --machine a100", {"memory": 2.0**31, "machine": fe.A100}),
-    ("--quick-only --no-cache --compile", {"quick": True, "cache": False, "compile": True}),
+    ("--no-cache --compile", {"quick": True, "cache": False, "compile": True}),
     (
         "--units blocks.* --min-unit-size 7",
         {"units": ["blocks.*"], "options": fe.Options(min_unit_size=7)},
@@ -233,7 +241,7 @@ def test_without_options_arguments_are_those_of_the_plan(asked: dict[str, Any]) 
     run(OF_WORDS)
     ours = {"world_size": 16, "loss": default_loss, "schedules": ["1F1B"]}
     ours |= {name: [1] for name in ("context_parallel", "tensor_parallel", "pipeline")}
-    ours |= {"progress": True, "cache": True}
+    ours |= {"progress": True, "cache": True, "quick": True}
     expected = {**vars(PlanOptions(world_size=16)), "shard": asked["shard"], **ours}
     assert {name: asked[name] for name in expected} == expected
     assert (asked["units"], asked["options"]) == (None, fe.Options())
@@ -274,22 +282,64 @@ def test_a_model_that_fails_is_an_error_and_whether_formulas_fit_is_unknown() ->
 
 
 def test_too_little_memory_prints_the_table_and_sets_the_status(simulated: list[Any]) -> None:
-    options = "--outer 1 --recompute off --offload none --memory 0.000001 --tokens 1e9"
+    options = "--full --outer 1 --recompute off --offload none --memory 0.000001 --tokens 1e9"
     output = run(f"{OF_WORDS} {options}", status=NOTHING_FITS)
     assert len(cells(output)) == 4
     assert "No candidate fits 1.0 KiB." in output
     assert "Training" not in output
 
 
-def test_quick_prints_a_quick_plan_and_then_the_full_one(simulated: list[Any]) -> None:
-    quick, full = run(f"{OF_WORDS} --quick").split("Full plan:")
+def test_a_quick_plan_is_the_default_and_the_recommendation_is_above_the_best_rows(
+    simulated: list[Any],
+) -> None:
+    quick = run(OF_WORDS, columns=120)
+    assert quick.startswith("Use ")
     assert "This is a quick plan" in joined(quick)
+    full, every = (run(f"{OF_WORDS} --full{more}", columns=120) for more in ("", " --all"))
     assert "This is a quick plan" not in joined(full)
     assert "With a microbatch twice as large" in joined(full)
+    assert full.index("Use ") < full.index("engine = fe.shard(") < full.index("Words, 4.16k")
+    assert len(cells(full)) == 8
+    assert f"{len(cells(every)) - 8} more candidates: --all" in full
+
+
+def test_the_printed_call_has_the_arguments_of_the_plan(simulated: list[Any]) -> None:
+    options = "--full --outer 2 --recompute on --dtype bf16 --main-dtype bf16 --min-unit-size 7"
+    output = run(f"{OF_WORDS} {options} --save plan.json")
+    code = textwrap.dedent(output[output.index("    engine =") : output.index("    )\n") + 6])
+    found: dict[str, Any] = {}
+    names = {each: getattr(fe, each) for each in ("Options", "MixedPrecisionPolicy", "Recompute")}
+    shard = types.SimpleNamespace(shard=lambda model, **given: found.update(given), **names)
+    exec(code, {"fe": shard, "torch": torch, "model": None})
+    chosen = fe.StrategyPlan.load("plan.json").arguments()
+    assert found == {
+        **{name: chosen[name] for name in ("strategy", "extensions")},
+        **({name: chosen[name] for name in ("mesh", "outer_strategy")} if "mesh" in found else {}),
+        "mp_policy": fe.MixedPrecisionPolicy(torch.bfloat16, main_params_dtype=torch.bfloat16),
+        "options": fe.Options(min_unit_size=7),
+    }
+
+
+def test_help_and_errors_of_usage_are_printed_without_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['fsdp_engine', *sys.argv[1:]]; "
+        "import runpy; runpy.run_module('fsdp_engine', run_name='__main__')"
+    )
+    for arguments, status, text in (
+        (["--help"], 0, "checkpoint"),
+        (["plan", "--help"], 0, "Candidates"),
+        (["plan", "--worlds", "8"], 2, "No such option: --worlds"),
+        (["plan", "--world", "8"], 2, "expected one of --elements and --model"),
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
+        )
+        assert ended.returncode == status, ended.stderr
+        assert text in ended.stdout + ended.stderr
 
 
 def test_rows_come_from_the_cache_unless_it_is_off(simulated: list[Any]) -> None:
-    quick = f"{OF_WORDS} --quick-only --recompute off"
+    quick = f"{OF_WORDS} --recompute off"
     first = run(quick)
     count = len(simulated)
     assert run(quick) == first
@@ -304,7 +354,7 @@ def test_questions_are_answered_below_the_plan_within_the_terminal(
     mpl: Any = pytest.importorskip("matplotlib")
     monkeypatch.setitem(mpl.rcParams, "svg.fonttype", "none")
     output = run(
-        f"{OF_WORDS} --quick-only --recompute off --tokens 1e12 --price 2.5,3 --compare h100,a100 "
+        f"{OF_WORDS} --recompute off --tokens 1e12 --price 2.5,3 --compare h100,a100 "
         "--checkpoint-bandwidth 10 --scaling --scaling-figure scaling.svg",
         columns=80,
     )
@@ -353,12 +403,13 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--elements 1e9", "Missing option '--world'"),
         ("--world 8", "expected one of --elements and --model; found both or neither"),
         ("--world 8 --model nowhere_at_all:f", "found 'nowhere_at_all' (No module named"),
+        ("--world 8 --model me/llama --batch 2x16", "found 'me/llama', which is no folder. A"),
         ("--world 8 --model nowhere.json --batch 2x16", "config.json of transformers; found no"),
         ("--world 8 --model binary.json --batch 2x16", "binary.json: expected a config.json of"),
     ],
     "--world 8 --elements": [
         ("1 --model a:b", "found both or neither"),
-        ("1e9 --dtype int8", "--dtype: expected one of fp32, fp16, bf16, fp64"),
+        ("1e9 --dtype int8", "--dtype: expected one of fp32 (float32), fp16"),
         ("many", "Invalid value for '--elements'"),
         ("1 --figure a.png --save b", "--figure, --save: expected with --batch"),
         ("1 --compile --fp8", "--compile, --fp8: expected with --batch; found without"),
@@ -389,7 +440,6 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--offload tape", "Invalid value for '--offload'"),
         ("--tokens -1", "--tokens: expected a number, more than 0; found -1.0"),
         ("--tokens 1e9 --price 2,3,4 --compare h100,h200", "one price, or 2 for --compare"),
-        ("--quick --quick-only", "expected one of them; found both"),
         ("--global-batch 4M --microbatches 2", "--microbatches: expected without --global-batch"),
         ("--scaling-figure a.png", "--scaling-figure: expected with --scaling; found without"),
         ("--scaling --scaling-figure a.txt", "--scaling-figure: expected a file that ends with"),

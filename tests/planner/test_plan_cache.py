@@ -153,6 +153,15 @@ class _Unpicklable:
         raise TypeError("not this one")
 
 
+def test_a_config_of_generation_has_one_digest_in_all_processes() -> None:
+    """transformers keeps a hash in it, which differs between processes."""
+    config = pytest.importorskip("transformers").GenerationConfig
+    first, second, other = config(), config(), config(max_length=7)
+    first._original_object_hash, second._original_object_hash = 1, 2
+    assert digest(first) == digest(second) is not None
+    assert digest(first) != digest(other)
+
+
 def test_a_digest_is_that_of_code_and_values() -> None:
     assert digest(scaled(2.0)) == digest(scaled(2.0)) is not None
     assert digest(scaled(2.0)) != digest(scaled(3.0))

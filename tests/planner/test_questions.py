@@ -12,7 +12,7 @@ from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.candidates import Candidate
-from fsdp_engine.planner.command_inputs import parsed_count
+from fsdp_engine.planner.option_values import parsed_count
 from fsdp_engine.planner.outcome import Outcome, Setting, Times
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from tests.models import LENGTH, Transformer, token_batch

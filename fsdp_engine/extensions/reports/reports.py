@@ -27,7 +27,6 @@ from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import implementation
 from fsdp_engine.extensions.reports.peaks import Peak, begin_device_peak, device_peak
 from fsdp_engine.extensions.reports.wait_meter import WaitMeter
-from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory.allocator import KIND_OF_ROLE
 from fsdp_engine.optim.shadow import describe_steps
 from fsdp_engine.optim.state_leaves import leaves_of
@@ -173,9 +172,8 @@ class Measurement:
 
     def __str__(self) -> str:
         # Only here: measuring without tables needs no library for them.
-        with naming_extra():
-            from rich.console import Console
-            from rich.table import Table
+        from rich.console import Console
+        from rich.table import Table
 
         units = self.by_unit()
         found = {lane for each in units.values() for lane in each}
@@ -295,10 +293,9 @@ class Description:
     optimizers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        # Only here: training without tables needs no library for them.
-        with naming_extra():
-            from rich.console import Console
-            from rich.table import Table
+        # Most training runs print no table.
+        from rich.console import Console
+        from rich.table import Table
 
         table = Table(title=self.title, title_justify="left", show_footer=True)
         total = _total(self.rows)
@@ -354,17 +351,26 @@ def describe(engine: Engine) -> Description:
     and the last result of :func:`measure`; ``print`` shows a table."""
     units, strategy, mesh = engine.units, engine.strategy, engine.mesh
     title = (
-        f"{strategy} on {mesh.outer.size} x {mesh.inner.size} ranks (outer x inner), "
-        f"up to {engine.budget:,} elements gathered ahead. Bytes are this rank's; gathers and "
-        "reductions are collectives per step of one microbatch."
+        f"{_levels(strategy, mesh)}; up to {engine.budget:,} elements are prefetched. Bytes are "
+        "those of this rank; gathers and reductions are collectives per step of one microbatch."
     )
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
-    rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in units)
+    # The root has no parameters of its own where all belong to units.
+    shown = [unit for unit in units if unit.buffers] or units[:1]
+    rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in shown)
     ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
     held = {place: engine.memory_bytes(place) for place in engine.memory.elsewhere}
     elsewhere = {place: by_role for place, by_role in held.items() if by_role}
     measured = engine.extension(_Latest).measured
     return Description(title, tuple(rows), measured, elsewhere, tuple(describe_steps(ids)))
+
+
+def _levels(strategy: Strategy, mesh: DataMesh) -> str:
+    """The levels and ranks of the axes: "optim on 8 ranks"."""
+    inner = f"{strategy.inner.name} on {mesh.inner.size} rank{'s' * (mesh.inner.size > 1)}"
+    if mesh.outer.size == 1:
+        return inner
+    return f"{inner}, {strategy.outer.name} over {mesh.outer.size} groups of them"
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:

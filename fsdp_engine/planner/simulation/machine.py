@@ -38,6 +38,7 @@ from typing import Any
 import torch
 
 from fsdp_engine.kernel_interface import allocator
+from fsdp_engine.planner.option_values import PRESET_NAMES
 from fsdp_engine.planner.simulation import machine_fields as fields
 from fsdp_engine.planner.simulation.json_lines import lines_of
 from fsdp_engine.planner.simulation.machine_fields import FLOPS
@@ -547,7 +548,7 @@ def _presets() -> dict[str, Machine]:
         }
         return {**base, **own, **parts}
 
-    return {name: _made(figures(name)) for name in ("a100", "h100", "h200", "b200")}
+    return {name: _made(figures(name)) for name in PRESET_NAMES}
 
 
 PRESETS = _presets()

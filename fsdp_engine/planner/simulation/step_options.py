@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_engine.kernel_interface import Options, allocator, checked_arguments
+from fsdp_engine.kernel_interface import allocator, checked_arguments
 from fsdp_engine.planner.simulation.context_parallel import check_context_parallel
+from fsdp_engine.planner.simulation.given_options import GivenOptions
 from fsdp_engine.planner.simulation.machine import H100, Machine
 from fsdp_engine.planner.simulation.operations import OperationCache
 from fsdp_engine.planner.simulation.simulation_error import (
@@ -28,46 +27,6 @@ from fsdp_engine.planner.state_places import DISK, places_among
 # Applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenOptions:
-    """Options with those of :func:`~fsdp_engine.shard` beside them.
-
-    Attributes:
-        shard: options of :func:`~fsdp_engine.shard`: ``strategy``, ``outer_strategy``, ``units``,
-            ``mp_policy``, ``options``, ``extensions``, ...
-    """
-
-    shard: Mapping[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, options: Self | Options | None, given: Mapping[str, Any]) -> Self:
-        """Returns the options of a function that takes the object or keyword arguments.
-
-        Args:
-            options: the object. None: there are keyword arguments. ``fe.Options``: one of them, the
-                option of ``shard``.
-            given: keyword arguments. Names that are no fields are options of ``shard``.
-
-        Raises:
-            TypeError: both are given, ``options`` has another type, or a required one is missing.
-        """
-        if isinstance(options, Options):
-            given = {**given, "options": options}
-            options = None
-        if options is not None:
-            check_type("options", options, cls, f"a {cls.__name__}, or None")
-            if given:
-                raise TypeError(
-                    "options: expected no keyword arguments beside it; found "
-                    f"{', '.join(map(str, given))}"
-                )
-            return options
-        names = {each.name for each in dataclasses.fields(cls)} - {"shard"}
-        own = {name: value for name, value in given.items() if name in names}
-        shard = {name: given[name] for name in given if name not in names}
-        return cls(**own, shard=checked_arguments(shard, f"the function of {cls.__name__}"))
 
 
 @dataclass(frozen=True, kw_only=True)

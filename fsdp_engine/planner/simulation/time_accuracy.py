@@ -19,7 +19,7 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
-from fsdp_engine.kernel_interface import terminal
+from fsdp_engine import terminal
 from fsdp_engine.planner.simulation.machine import Machine
 
 # The fraction of compared steps within the stated range.

@@ -1,0 +1,364 @@
+"""The options of ``fsdp-engine plan``, each declared once, as fields of dataclasses.
+
+The command line makes its parameters of them, and ``fe.plan`` takes :class:`PlanFields` as
+:class:`~.plan_options.PlanOptions`. This module does not import torch, so that help and errors of
+usage are printed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fsdp_engine.planner.command_options import Needs, option
+from fsdp_engine.planner.option_values import (
+    AUTO,
+    OFFLOAD,
+    PRESET_NAMES,
+    SELECTIVE,
+    import_function,
+    parsed_bytes,
+    parsed_count,
+    parsed_degrees,
+    parsed_dtype,
+    parsed_names,
+    parsed_number,
+    parsed_prices,
+    parsed_sizes,
+)
+from fsdp_engine.planner.simulation.given_options import GivenOptions
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from fsdp_engine.planner.candidates import Activations
+    from fsdp_engine.planner.simulation.causal_lm_stages import Stages
+    from fsdp_engine.planner.simulation.machine import Machine
+    from fsdp_engine.planner.simulation.step_options import MakeOptimizer, Parallelize
+    from fsdp_engine.planner.state_places import StatePlaces
+
+
+_CANDIDATES = "Candidates"
+_SIMULATION = "Simulation"
+
+
+class Where(StrEnum):
+    """The place of optimizer state between steps; everything: also of main weights and gradients,
+    on the host."""
+
+    auto = "auto"
+    none = "none"
+    host = "host"
+    everything = "everything"
+    disk = "disk"
+
+
+class Recompute(StrEnum):
+    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
+    activations are on the host; auto: off, selective and on, and offload where that may be the
+    fastest."""
+
+    auto = "auto"
+    both = "both"
+    on = "on"
+    selective = "selective"
+    off = "off"
+    offload = "offload"
+
+
+_CHECKPOINTING: dict[Recompute, tuple[Activations, ...] | None] = {
+    Recompute.auto: None,
+    Recompute.both: (False, True),
+    Recompute.on: (True,),
+    Recompute.selective: (SELECTIVE,),
+    Recompute.off: (False,),
+    Recompute.offload: (OFFLOAD,),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """Options of ``plan`` that name the model and the batch."""
+
+    panel: ClassVar[str] = "Model and batch"
+
+    model: str | None = option(
+        "module:function that returns the model, or a config.json of transformers", None
+    )
+    batch: str | None = option(
+        "module:function that returns one rank's inputs, or for a model of transformers their "
+        "sizes, such as 4x4096; without it activations and times are unknown",
+        None,
+    )
+    elements: float | None = option(
+        "instead of a model: its parameter elements, such as 8e9; formulas only", None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFields(GivenOptions):
+    """Options of ``fe.plan``; :class:`~.plan_options.PlanOptions` describes and checks them."""
+
+    panel: ClassVar[str] = "Job"
+
+    world_size: int = option("ranks in all", name="world")
+    machine: Machine | str = option(
+        f"{', '.join(PRESET_NAMES)}, or a file written by calibrate",
+        "h100",
+        type=str,
+        needs=Needs.batch,
+    )
+    memory: float | None = option(
+        "memory limit of a rank in GiB; default: 0.9 of the machine's memory",
+        None,
+        parse=parsed_bytes,
+    )
+    meshes: Iterable[Sequence[int]] | None = None
+    context_parallel: int | Sequence[int] | str = option(
+        "ranks that share each sequence, by torch's context_parallel; several to try, such as "
+        "1,8; auto: all that fit a node, for sequences of 32,768 tokens or more",
+        1,
+        type=str,
+        shown="1",
+        parse=parsed_degrees,
+        needs=Needs.simulation,
+        panel=_CANDIDATES,
+    )
+    tensor_parallel: int | Sequence[int] | str = option(
+        "ranks that share each matrix, by the plan that a model of transformers has; several to "
+        "try, such as 1,8; auto: all that fit a node",
+        1,
+        type=str,
+        shown="1",
+        parse=parsed_degrees,
+        needs=Needs.simulation,
+        panel=_CANDIDATES,
+    )
+    parallelize: Parallelize | None = None
+    pipeline: int | Sequence[int] | str = option(
+        "ranks of a pipeline of stages; several to try, such as 1,4; auto: powers of two up to the "
+        "number of nodes",
+        1,
+        type=str,
+        shown="1",
+        parse=parsed_degrees,
+        needs=Needs.simulation,
+        panel=_CANDIDATES,
+    )
+    schedules: str | Sequence[str] = option(
+        "of pipelines, by torch's names, such as 1F1B,ZBVZeroBubble",
+        "1F1B",
+        type=str,
+        parse=lambda text, _: text.split(","),
+        needs=Needs.simulation,
+        panel=_CANDIDATES,
+    )
+    stages: Stages | None = None
+    stage_loss: Callable[[Any, Any], Tensor] | None = None
+    checkpointing: Iterable[Activations] | None = option(
+        "candidates with activation checkpointing of each block, or without; selective: but for "
+        "attention and every second product; offload: with their activations on the host; auto: "
+        "off, selective and on, and offload where it may be the fastest, but with --offload none",
+        None,
+        name="recompute",
+        type=Recompute,
+        shown=Recompute.auto,
+        parse=lambda value, _: _CHECKPOINTING[value],
+        needs=Needs.simulation,
+        panel=_CANDIDATES,
+    )
+    microbatch_sizes: Sequence[int] | None = option(
+        "sizes to try, such as 1,2,4; --batch is called with each",
+        None,
+        type=str | None,
+        parse=parsed_sizes,
+        needs=Needs.simulation,
+    )
+    microbatches: int = option("microbatches per step", 1)
+    global_batch: float | None = option(
+        "tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); finds the "
+        "largest microbatch that fits, and the number of microbatches",
+        None,
+        type=str | None,
+        parse=parsed_count,
+        needs=Needs.simulation,
+    )
+    sequences: Sequence[int] | None = option(
+        "sequence lengths to try, such as 4096,8192",
+        None,
+        name="sequence",
+        type=str | None,
+        parse=parsed_sizes,
+        needs=Needs.simulation,
+    )
+    quick: bool = option(
+        "simulate all candidates, which takes minutes, instead of the likeliest ones",
+        False,
+        name="full",
+        shown=False,
+        parse=lambda is_full, _: not is_full,
+        needs=Needs.simulation,
+        panel=_SIMULATION,
+    )
+    compile: bool = option(
+        "blocks are compiled by torch.compile (block.compile() on each)",
+        False,
+        needs=Needs.simulation,
+        panel=_SIMULATION,
+    )
+    cache: bool = option(
+        "simulate rows that are in the cache folder, and keep none there",
+        False,
+        name="no_cache",
+        parse=lambda is_off, _: not is_off,
+        needs=Needs.simulation,
+        panel=_SIMULATION,
+    )
+    progress: bool = False
+    optimizer: MakeOptimizer | None = option(
+        "with --batch: module:function of the parameters; default: AdamW",
+        None,
+        type=str | None,
+        parse=import_function,
+        needs=Needs.simulation,
+    )
+    loss: Callable[[Any], Tensor] | None = option(
+        "with --batch: module:function of the model's output",
+        None,
+        type=str | None,
+        parse=import_function,
+        needs=Needs.simulation,
+    )
+    formulas: bool = option(
+        "with --batch: do not run the model; activations, times and whether it fits are unknown",
+        False,
+        needs=Needs.batch,
+        panel=_SIMULATION,
+    )
+    offload: StatePlaces | str | None = option(
+        "optimizer state on the host or on a disk; everything: also main weights and gradients on "
+        "the host; auto: with --batch, the first of none, host and everything with which something "
+        "fits",
+        AUTO,
+        type=Where,
+        shown=Where.auto,
+        panel=_CANDIDATES,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """Options of ``plan`` that have another form in ``fe.plan``, or none."""
+
+    panel: ClassVar[str] = "Precision and units"
+
+    outer: int | None = option(
+        "ranks on the outer axis; default: one axis, and with --batch also nodes x ranks",
+        None,
+        panel=_CANDIDATES,
+    )
+    fp8: bool = option(
+        "linears multiply in fp8, as torchao converts them",
+        False,
+        needs=Needs.simulation,
+        panel=_SIMULATION,
+    )
+    dtype: torch.dtype = option(
+        "of weights in forward and backward, such as bf16 or bfloat16",
+        "fp32",
+        type=str,
+        parse=parsed_dtype,
+    )
+    main_dtype: torch.dtype = option(
+        "of the optimizer's weights", "fp32", type=str, parse=parsed_dtype
+    )
+    grad_dtype: torch.dtype = option(
+        "of gradients between microbatches", "fp32", type=str, parse=parsed_dtype
+    )
+    reduce_dtype: torch.dtype | None = option(
+        "of gradient reductions; default: --grad-dtype", None, type=str | None, parse=parsed_dtype
+    )
+    optimizer_bytes: float = option(
+        "without --batch: bytes of optimizer state per element; AdamW: 8",
+        8,
+        needs=Needs.no_batch,
+    )
+    units: list[str] | None = option(
+        "with --model: name patterns of units, such as layers.*", None, needs=Needs.model
+    )
+    min_unit_size: int | None = option(
+        "with --model: default units with fewer elements are joined; 0: none",
+        None,
+        needs=Needs.model,
+    )
+    num_units: int = option("with --elements: number of equal units", 32, needs=Needs.elements)
+    offload_folder: Path | None = option(
+        "with --offload disk: a folder of a local disk", None, panel=_CANDIDATES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuestionFields:
+    """Options of :class:`~.question_output.Questions`, which describes and answers them."""
+
+    panel: ClassVar[str] = "Questions"
+
+    tokens: float | None = option(
+        "of a training run, such as 15e12: its days, GPU hours and MFU",
+        None,
+        parse=parsed_number,
+        needs=Needs.simulation,
+    )
+    price: tuple[float, ...] | None = option(
+        "with --tokens: dollars per GPU hour; one, or one for each of --compare, such as 2.5,3.2",
+        None,
+        type=str | None,
+        parse=parsed_prices,
+        needs=Needs.simulation,
+        requires="tokens",
+    )
+    compare: tuple[str, ...] | None = option(
+        "machines to plan for, too, such as h100,h200",
+        None,
+        type=str | None,
+        parse=parsed_names,
+        needs=Needs.simulation,
+    )
+    scaling: bool = option(
+        "how the time grows from 8 to 4,096 ranks", False, needs=Needs.simulation
+    )
+    scaling_figure: Path | None = option(
+        "with --scaling: save a figure of it to this file",
+        None,
+        needs=Needs.simulation,
+        requires="scaling",
+    )
+    checkpoint_bandwidth: float | None = option(
+        "GB/s to storage of all ranks together: the time of a save",
+        None,
+        parse=parsed_number,
+        needs=Needs.simulation,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Rows that ``plan`` prints, and files that it writes."""
+
+    panel: ClassVar[str] = "Output"
+
+    every: bool = option("print all candidates", False, name="all", needs=Needs.batch)
+    figure: Path | None = option("save a figure to this file", None, needs=Needs.batch)
+    html: Path | None = option(
+        "save a page for a browser, one file, to this file", None, needs=Needs.batch
+    )
+    trace: Path | None = option(
+        "write the chosen step's timeline, for ui.perfetto.dev", None, needs=Needs.simulation
+    )
+    save: Path | None = option(
+        "save the plan as JSON, for fe.StrategyPlan.load", None, needs=Needs.batch
+    )
