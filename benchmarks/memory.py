@@ -1,6 +1,6 @@
 """Bytes of parameters and gradients, at rest and at the peak of a step, on two gloo ranks.
 
-    python benchmarks/memory.py [--layers 8] [--width 256]
+    python benchmarks/memory.py [--layers 6] [--width 384]
 
 *At rest*: the bytes of storages, ``engine.memory_bytes()`` and the formulas of
 ``fsdp_engine/strategies`` for the padded number of elements have to be equal.
@@ -36,6 +36,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.runtime import hooks, inputs, reductions
 from fsdp_engine.strategies import LEVELS, Role
 from gpt import GPT, GPTConfig
+from step_time import SIZES
 
 NUM_RANKS = 2
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -190,10 +192,13 @@ class StorageTracker(TorchDispatchMode):
 
         for name, original in originals.items():
             setattr(storage_class, name, make(original))
+        swap = allocator._swap  # bound when the package was imported
+        allocator._swap = getattr(storage_class, "_swap_data_ptr_", swap)
         try:
             with self:
                 yield
         finally:
+            allocator._swap = swap
             for name in originals:
                 delattr(storage_class, name)  # the wrapper replaced the base class's method
 
@@ -247,12 +252,15 @@ def _origin() -> str:
     return OTHER
 
 
-def track(config: GPTConfig, build: Callable[[nn.Module], Any]) -> tuple[Any, dict[str, Any]]:
+def track(
+    config: GPTConfig, build: Callable[[nn.Module], Any], *, autocasts: bool = False
+) -> tuple[Any, dict[str, Any]]:
     """The result of ``build`` for a GPT, and the bytes of its last step.
 
     Args:
         config: of the GPT.
         build: shards the model, or wraps it in DDP.
+        autocasts: forward runs in bf16 by autocast. Its casts of weights are not counted.
     """
     torch.manual_seed(0)
     model = GPT(config)
@@ -276,7 +284,10 @@ def track(config: GPTConfig, build: Callable[[nn.Module], Any]) -> tuple[Any, di
         if isinstance(engine, fe.Engine):
             engine.peak_memory_bytes(reset=True)
         with tracker.on():
-            forward(tokens, tokens).loss.backward()
+            with torch.autocast("cpu", BF16, enabled=autocasts):
+                loss = forward(tokens, tokens).loss
+            loss.backward()
+            del loss
         if is_ddp:  # its buckets, which C++ allocates
             for param in model.parameters():
                 assert param.grad is not None
@@ -353,26 +364,24 @@ def measure_fsdp2(config: GPTConfig, precision: str, reshard: bool) -> dict[str,
     return track(config, build)[1]
 
 
-def measure_ddp(config: GPTConfig) -> dict[str, Any]:
-    """One run of DDP in fp32. Gradients are views of its buckets."""
+def measure_ddp(config: GPTConfig, autocasts: bool) -> dict[str, Any]:
+    """One run of DDP, in bf16 by autocast. Gradients are views of its buckets."""
 
     def build(model: nn.Module) -> DistributedDataParallel:
         return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    return track(config, build)[1]
+    return track(config, build, autocasts=autocasts)[1]
 
 
 def measure(layers: int, width: int) -> dict[str, dict[str, Any]]:
     """All runs on this rank, by precision and name."""
-    config = GPTConfig(
-        vocab_size=64, sequence_length=32, num_layers=layers, width=width, num_heads=4
-    )
+    config = replace(SIZES["10M"][0], num_layers=layers, width=width)
     unit = sum(p.numel() for p in GPT(config).blocks[0].parameters())
     results: dict[str, dict[str, Any]] = {}
     for precision, (param_dtype, reduce_dtype) in PRECISIONS.items():
         runs = results[precision] = {"unit elements": unit}
-        if param_dtype is None:
-            runs["DDP"] = measure_ddp(config)
+        if reduce_dtype is not FP32 or param_dtype is None:
+            runs["DDP"] = measure_ddp(config, param_dtype is not None)
         runs["FSDP2"] = measure_fsdp2(config, precision, True)
         runs["FSDP2 no reshard"] = measure_fsdp2(config, precision, False)
         for level in LEVELS:
@@ -388,8 +397,8 @@ def measure(layers: int, width: int) -> dict[str, dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=384)
     args = parser.parse_args()
     results = harness.run_ranks(measure, NUM_RANKS, args.layers, args.width)
     for precision, runs in results.items():

@@ -47,19 +47,18 @@ def _results(name: str) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def step_milliseconds(dtype: str) -> dict[str, float | None]:
+def step_milliseconds(dtype: str) -> dict[str, float]:
     """Median step time by engine."""
     found = _results(f"step_time_{SIZE}")["results"][f"{SIZE} {dtype}"]
     return {name: found[name]["seconds"]["median"] * 1e3 for name in ENGINES}
 
 
-def peak_megabytes(dtype: str) -> dict[str, float | None]:
-    """Weights, gradients and optimizer state of a rank at the peak of a step, by engine; None: not
-    measured."""
+def peak_megabytes(dtype: str) -> dict[str, float]:
+    """Weights, gradients and optimizer state of a rank at the peak of a step, by engine."""
     found = _results("memory")["results"][MEMORY[dtype]]
     return {
-        name: (run["peak"] + run["optimizer, all ranks"] / NUM_RANKS) / 1e6 if run else None
-        for name, run in ((name, found.get(name)) for name in ENGINES)
+        name: (found[name]["peak"] + found[name]["optimizer, all ranks"] / NUM_RANKS) / 1e6
+        for name in ENGINES
     }
 
 
@@ -68,15 +67,12 @@ def _text(x: float, y: float, text: str, kind: str = "", anchor: str = "start") 
     return f'<text {place} class="{kind}">{escape(text)}</text>'
 
 
-def _bars(panel: int, values: dict[str, dict[str, float | None]], unit: str) -> Iterator[str]:
+def _bars(panel: int, values: dict[str, dict[str, float]], unit: str) -> Iterator[str]:
     left, length = PANELS[panel]
-    longest = max(value or 0 for found in values.values() for value in found.values())
+    longest = max(value for found in values.values() for value in found.values())
     for group, found in enumerate(values.values()):
         for row, (name, value) in enumerate(found.items()):
             y = TOP + group * (len(ENGINES) * ROW + GROUP_GAP) + row * ROW
-            if value is None:
-                yield _text(left, y + 12, "not measured", "note")
-                continue
             width = length * value / longest
             kind = "peer" if name in PEERS else "ours"
             place = f'x="{left}" y="{y}" width="{width:.1f}" height="{BAR}"'
@@ -103,12 +99,11 @@ def chart() -> str:
         *_bars(1, peaks, "MB"),
     ]
     bottom = TOP + len(DTYPES) * (len(ENGINES) * ROW + GROUP_GAP)
-    elements = _results("memory")["results"]["fp32"]["no_shard"]["elements"] / 1e6
     notes = (
-        f"Median step of a GPT of {SIZE} parameters, fused AdamW, {NUM_RANKS} CPU ranks (gloo) on "
-        f"{machine['cores']} cores, torch {machine['torch']}. No GPU was measured.",
-        f"* Weights, gradients and optimizer state of a GPT of {elements:.1f}M parameters, without "
-        "activations. DDP computes in bf16 by autocast.",
+        f"A GPT of {SIZE} parameters, fused AdamW, {NUM_RANKS} CPU ranks (gloo) on "
+        f"{machine['cores']} cores, torch {machine['torch']}; median step time.",
+        "* Weights, gradients and optimizer state, without activations. DDP computes in bf16 by "
+        "autocast, whose casts of weights are not counted.",
     )
     lines += [_text(16, bottom + 10 + 17 * row, note, "note") for row, note in enumerate(notes)]
     height = bottom + 12 + 17 * len(notes)
