@@ -45,6 +45,7 @@ import harness
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard as fully_shard_module
+from step_time import SIZES
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.fsdp import fully_shard
@@ -58,7 +59,6 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.runtime import hooks, inputs, reductions
 from fsdp_engine.strategies import LEVELS, Role
 from gpt import GPT, GPTConfig
-from step_time import SIZES
 
 NUM_RANKS = 2
 FP32, BF16 = torch.float32, torch.bfloat16

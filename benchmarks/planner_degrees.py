@@ -69,7 +69,7 @@ def batch(size: int) -> dict[str, Tensor]:
 def planned(layers: int, search: dict[str, Any]) -> dict[str, Any]:
     """The outcomes of a plan, and how long it took."""
     began = time.perf_counter(), time.process_time()
-    with mock.patch.object(strategy_search, "QUICK_SECONDS", math.inf):
+    with mock.patch.object(strategy_search, "QUICK_FITTING", math.inf):
         plan = fe.plan(
             lambda: llama(layers),
             batch,

@@ -1,18 +1,18 @@
 """The base class of the objects in ``fe.shard(..., extensions=[...])``.
 
-A seam. An object of a subclass selects one extension for one engine, and holds its arguments. The
-functions that build an engine call its methods in this order, on all ranks:
+This class is a seam (see ``docs/design.md``). An object of a subclass selects one extension for one
+engine, and holds its arguments. The functions that build an engine run these steps on all ranks:
 
-1. :attr:`EngineExtension.codec_rules` is read, and the plan is made;
-2. :meth:`EngineExtension.check`: an error is raised on all ranks, nothing has been changed;
-3. all ranks compare :meth:`EngineExtension.signature`;
-4. :meth:`EngineExtension.memory`;
-5. :meth:`EngineExtension.prepare`: the model is still unsharded, and no buffer has memory;
-6. buffers and the engine are built;
-7. :meth:`EngineExtension.start`.
+1. They read ``codec_rules``, and make the plan.
+2. They call ``check``. Nothing has been changed yet; an error is raised on all ranks.
+3. They call ``signature``, and compare the results of all ranks.
+4. They call ``memory``.
+5. They call ``prepare``. The model is still unsharded, and no buffer has memory.
+6. They build the buffers and the engine.
+7. They call ``start``.
 
-Subclasses annotate ``setup``, ``resources`` and ``engine`` with their classes, which are imported
-by modules that may import this one.
+``setup``, ``resources`` and ``engine`` are annotated with ``Any`` here, because the modules of
+their classes import this module. Subclasses annotate them with their classes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 
 
 class EngineExtension:
-    """One extension of one engine. Each method does nothing here.
+    """One extension of one engine. The methods of this base class do nothing.
 
-    A subclass is usually a frozen dataclass whose constructor checks single arguments. An engine
-    has at most one extension of each class.
+    A subclass is usually a frozen dataclass whose constructor checks each argument. An engine has
+    at most one extension of each class.
 
     Attributes:
-        codec_rules: Rules that select the codec of a parameter's all-gather, see
-            :data:`~fsdp_engine.codecs.CodecRule`. Rules of earlier extensions come first.
+        codec_rules: Rules that select the codec of a parameter's all-gather
+            (``fsdp_engine.codecs.CodecRule``). Rules of earlier extensions are tried first.
         awaits_late_gradients: Modules may compute weight gradients after backward.
     """
 
@@ -37,47 +37,49 @@ class EngineExtension:
 
     @property
     def codec_rules(self) -> Sequence[Any]:
-        """See the class."""
+        """Rules that select the codec of a parameter's all-gather."""
         return ()
 
     def signature(self) -> str:
-        """Returns the text that must be equal on all ranks. Arguments that may differ between ranks
-        are left out."""
+        """Returns a text that must be equal on all ranks. A subclass leaves out arguments that may
+        differ between ranks."""
         return repr(self)
 
     def check(self, setup: Any) -> None:
-        """Check the extension against the model, the plan and the other arguments. Sends nothing
-        and changes nothing.
+        """Check the extension against the model, the plan and the other arguments. It must not call
+        collectives, and must not change anything.
 
         Args:
-            setup: All that is known before buffers are built: a
-                :class:`~fsdp_engine.units.build.EngineSetup`.
+            setup: The model, the plan, the settings and the meshes: an object of
+                ``fsdp_engine.units.build.EngineSetup``.
 
         Raises:
-            Exception: The engine cannot have the extension. All ranks raise.
+            Exception: The engine cannot use the extension. All ranks raise an error.
         """
 
     def memory(self, setup: Any) -> Any:
-        """Returns the :class:`~fsdp_engine.memory.allocator.Memory` of the engine; None: the plain
-        one will do. All ranks have agreed on the plan.
+        """Returns the memory manager of the engine, an object of
+        ``fsdp_engine.memory.allocator.Memory``; None: the default one. All ranks have agreed on the
+        plan before this call.
 
         Args:
-            setup: See :meth:`check`.
+            setup: See ``check``.
         """
         return None
 
     def prepare(self, setup: Any, resources: Any) -> None:
-        """Change the model, or how its buffers are built. All ranks have agreed on the plan.
+        """Change the model, or the way in which its buffers are built. All ranks have agreed on the
+        plan before this call.
 
         Args:
-            setup: See :meth:`check`.
-            resources: The memory and the lanes of the engine: a
-                :class:`~fsdp_engine.units.build.Resources`.
+            setup: See ``check``.
+            resources: The memory and the lanes of the engine, an object of
+                ``fsdp_engine.units.build.Resources``.
         """
 
     def start(self, engine: Any) -> None:
-        """Take part in an engine.
+        """Attach the extension to the engine, for example by adding objects to its lists.
 
         Args:
-            engine: The :class:`~fsdp_engine.engine.Engine`, which has just been built.
+            engine: The ``Engine``, which has just been built.
         """

@@ -28,20 +28,20 @@ class StagingBudget(NamedTuple):
     """Limit on the gradients in flight when the first gradient of a unit arrives.
 
     Attributes:
-        elements: maximum of staged elements, those of the arriving unit included.
-        least: number of reductions that may be in flight regardless of ``elements``.
+        elements: Maximum number of staged elements, including those of the arriving unit.
+        least: Number of reductions that may be in flight regardless of ``elements``.
     """
 
     elements: int
     least: int
 
     def is_exceeded(self, num_reductions: int, num_elements: int, opening: int) -> bool:
-        """Whether the oldest reduction must finish before more gradients are staged.
+        """Returns whether the oldest reduction must finish before more gradients are staged.
 
         Args:
-            num_reductions: reductions in flight.
-            num_elements: their elements.
-            opening: elements of the unit whose first gradient arrives.
+            num_reductions: Number of reductions in flight.
+            num_elements: Number of elements of these reductions.
+            opening: Number of elements of the unit whose first gradient arrives.
         """
         return num_reductions > self.least and num_elements + opening > max(self.elements, opening)
 
@@ -51,33 +51,34 @@ class Options:
     """Options of the engine other than mesh, units and dtypes. Sizes are numbers of elements.
 
     Attributes:
-        prefetch_window: Elements to gather ahead of their use. At least one unit is prefetched,
-            unless the window is 0. None: the mean unit, so that one of several equal units is
-            gathered while another computes.
-        staging_limit: Elements of the gradient buffers in use: the one being filled and those being
-            reduced. Beyond the limit the engine waits for the oldest reduction. None: twice the
-            mean unit, and the latest reduction may be in flight in any case.
+        prefetch_window: Number of elements to prefetch. At least one unit is prefetched, unless the
+            window is 0. None: the mean size of a unit, so that one unit is gathered while another
+            unit of the same size computes.
+        staging_limit: Maximum number of elements in staging buffers of gradients: the buffer being
+            written and those being reduced. At the limit, the engine waits for the oldest
+            reduction. None: twice the mean size of a unit. The latest reduction may then be in
+            flight regardless of its size.
         bucket_size: Parameters outside of units are grouped into buckets, in reverse registration
-            order. The parameter that reaches the size is the last of a bucket. None: 40,000,000, or
-            1,000,000 for each data-parallel rank if that is more.
-        num_buckets: Alternative to ``bucket_size``: the number of buckets, as even as parameters
-            allow.
+            order. A bucket ends with the parameter that brings it to this number of elements. None:
+            40,000,000, or 1,000,000 per data-parallel rank if that is more.
+        num_buckets: Number of buckets, as even as the parameters allow. An alternative to
+            ``bucket_size``.
         min_unit_size: Default units of fewer elements are joined with their neighbours. 0: no unit
             is joined. None: see [Note: Size of a unit] in ``units/assignment.py``.
-        granule: ``granule(name, parameter)`` returns a number of elements that divides the
-            parameter. So many consecutive elements are always on one rank.
+        granule: ``granule(name, parameter)`` returns the number of consecutive elements that must
+            be on one rank. It must divide the number of elements of the parameter.
         pad_shards: Pad each rank's shard of a flat buffer to a multiple of 2^16 elements.
-        sum_in_fp32: Send gradients of bf16 and fp16 parameters unchanged. The receiving rank sums
-            them in fp32.
-        average_in_collective: The collective averages. False: gradients are scaled while they are
-            copied into the buffer, then summed. The result is the same.
-        scale_while_copying: Scale gradients while they are copied into the buffer. False: in a
-            separate pass before they are sent.
+        sum_in_fp32: Send gradients of bf16 and fp16 parameters in the parameter's dtype. The
+            receiving rank sums them in fp32.
+        average_in_collective: The collective averages gradients. False: gradients are scaled while
+            they are copied into the buffer, and the collective sums them. The result is the same.
+        scale_while_copying: Scale gradients while they are copied into the buffer. False: scale
+            them in a separate pass before they are sent.
 
     Raises:
-        TypeError: A field has another type.
-        ValueError: A value or a combination is not legal. The message names fields and legal
-            values.
+        TypeError: A field does not have its type.
+        ValueError: A value or a combination is not legal. The message names the fields and their
+            legal values.
     """
 
     prefetch_window: int | None = None
@@ -85,7 +86,8 @@ class Options:
     bucket_size: int | None = None
     num_buckets: int | None = None
     min_unit_size: int | None = None
-    # A function has another address on each rank, and ranks compare the text of their options.
+    # Not in the repr: ranks compare the repr of their options, and the address of a function
+    # differs between ranks.
     granule: Granule | None = field(default=None, repr=False)
     pad_shards: bool = False
     sum_in_fp32: bool = False
@@ -112,8 +114,7 @@ class Options:
             )
 
     def closing_size(self, num_ranks: int) -> int:
-        """Returns the number of elements at which a bucket is complete, if ``num_buckets`` is not
-        given."""
+        """Returns the number of elements at which a bucket ends, if ``num_buckets`` is not set."""
         if self.bucket_size is not None:
             return self.bucket_size
         return max(_LEAST_BUCKET_ELEMENTS, _BUCKET_ELEMENTS_PER_RANK * num_ranks)
@@ -121,13 +122,13 @@ class Options:
     def budgets(self, blocks: Sequence[int], others: Sequence[int]) -> tuple[int, StagingBudget]:
         """Returns the prefetch window in elements, and the limit on staged gradients.
 
-        By default the window is the mean of ``blocks`` (of ``others`` if there are none; 0 if these
-        are empty, too). The limit on staged gradients is twice that, and one reduction in any case,
-        so that one unit is reduced while another computes gradients, regardless of their sizes.
+        By default the window is the mean of ``blocks`` (of ``others`` if there are no blocks; 0 if
+        both are empty). The limit on staged gradients is twice that mean. One reduction is allowed
+        regardless of its size, so that one unit is reduced while another computes gradients.
 
         Args:
-            blocks: elements of each unit that is a block.
-            others: elements of each unit with parameters.
+            blocks: Number of elements of each unit that is a block.
+            others: Number of elements of each unit with parameters.
         """
         sizes = blocks or others or [0]
         window, limit = self.prefetch_window, self.staging_limit
@@ -140,17 +141,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Timing:
-    """When gradients are reduced and weights gathered, and which calls trigger it.
+    """When gradients are reduced and weights are gathered, and which calls trigger this.
 
     Attributes:
-        reduces_in_backward: the last backward of a step issues reductions as gradients arrive.
+        reduces_in_backward: The last backward of a step issues reductions as gradients arrive.
             False: ``finish_grad_sync`` issues them.
-        finishes_backward: gradients are reduced when the last backward ends. False: only
-            ``finish_grad_sync`` publishes them, and only ``zero_grad_buffer`` or cleared gradients
-            begin a new step.
-        gathers_in_forward: updated weights are gathered in the forward after a step. False:
-            directly after the step.
-        gathers_ahead: forward begins by prefetching all updated weights.
+        finishes_backward: Gradients are reduced and published when the last backward ends. False:
+            only ``finish_grad_sync`` publishes them, and only ``zero_grad_buffer`` or cleared
+            gradients begin a new step.
+        gathers_in_forward: Updated weights are gathered in the forward after an optimizer step.
+            False: they are gathered directly after the optimizer step.
+        gathers_ahead: Forward begins by prefetching all updated weights.
     """
 
     reduces_in_backward: bool = True
@@ -163,7 +164,7 @@ def check_count(name: str, value: object, least: int) -> None:
     """Check that ``value`` is an integer of ``least`` or more.
 
     Raises:
-        TypeError, ValueError: It is not.
+        TypeError, ValueError: ``value`` is not an integer, or less than ``least``.
     """
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{name}: expected an integer of {least} or more; found {value!r}")

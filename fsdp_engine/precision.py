@@ -28,8 +28,8 @@ class ParamDtypes:
         compute: The dtype of the weights in forward and backward, and of autograd's gradients.
         main: The dtype of the weights that the optimizer updates.
         main_grad: The dtype of the accumulation buffer.
-        reduce: in which gradients are summed over ranks.
-        comm: in which gradients are sent.
+        reduce: The dtype in which gradients are summed over ranks.
+        comm: The dtype in which gradients are sent.
         optim_grad: The dtype of the gradients that the optimizer reads.
     """
 
@@ -46,29 +46,31 @@ class MixedPrecisionPolicy:
     """Dtypes by role. None selects the default, which suits plain fp32 and bf16 training.
 
     Attributes:
-        param_dtype: dtype in which weights are gathered and used in forward and backward. None:
-            each parameter's own, so a module may mix dtypes. Batch norms with running statistics
-            always use weights of their original dtype, that of the statistics.
-        reduce_dtype: dtype in which gradients are summed over ranks. None: ``main_grads_dtype``.
-        main_params_dtype: dtype of the weights that the optimizer updates. None: fp32 for
-            bf16 and fp16 parameters, else the parameter's own. Frozen parameters keep their own.
-        main_grads_dtype: dtype in which gradients are accumulated over microbatches and passed to
-            the optimizer. None: that of the main weights.
-        grad_comm_dtype: dtype in which gradients are sent. None: ``reduce_dtype``. If it differs,
-            ranks exchange shards in this dtype and sum them in ``reduce_dtype``.
-        output_dtype: floating-point outputs of the root module are cast to it. None: no cast.
-        cast_forward_inputs: cast floating-point inputs of every unit to ``param_dtype``.
-        preserve_fp32_weights: False: where ``main_params_dtype`` is None, main weights are the
-            compute weights, in their dtype.
-        own_dtypes: True: main weights and gradients are stored in the parameter's own dtype where
-            ``main_params_dtype`` and ``main_grads_dtype`` are None, and gradients are summed in
-            the compute dtype where ``reduce_dtype`` is None.
-        narrow_grads: True: where ``main_grads_dtype`` is None, gradients are accumulated and
-            summed in the compute dtype, and passed to the optimizer in the dtype of the main
-            weights.
+        param_dtype: The dtype in which weights are gathered and used in forward and backward. None:
+            the dtype of each parameter, so a module may mix dtypes. Batch norms with running
+            statistics always keep their original dtype, which is that of the statistics.
+        reduce_dtype: The dtype in which gradients are summed over ranks. None: the dtype of
+            ``main_grads_dtype``.
+        main_params_dtype: The dtype of the weights that the optimizer updates. None: fp32 for bf16
+            and fp16 parameters, otherwise the parameter's dtype. Frozen parameters keep their
+            dtype.
+        main_grads_dtype: The dtype in which gradients are accumulated over microbatches and passed
+            to the optimizer. None: the dtype of the main weights.
+        grad_comm_dtype: The dtype in which gradients are sent. None: ``reduce_dtype``. If it
+            differs, ranks exchange shards in this dtype and sum them in ``reduce_dtype``.
+        output_dtype: Floating-point outputs of the root module are cast to this dtype. None: no
+            cast.
+        cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
+        preserve_fp32_weights: Where ``main_params_dtype`` is None, keep main weights as described
+            there. False: main weights are the compute weights, in the compute dtype.
+        own_dtypes: Where ``main_params_dtype`` and ``main_grads_dtype`` are None, store main
+            weights and gradients in the parameter's dtype. Where ``reduce_dtype`` is None, sum
+            gradients in the compute dtype.
+        narrow_grads: Where ``main_grads_dtype`` is None, accumulate and sum gradients in the
+            compute dtype, and pass them to the optimizer in the dtype of the main weights.
 
     Raises:
-        TypeError: a field is not a floating-point ``torch.dtype``.
+        TypeError: A dtype field is neither None nor a floating-point ``torch.dtype``.
         ValueError: ``grad_comm_dtype`` is wider than ``reduce_dtype``.
     """
 
@@ -99,9 +101,13 @@ class MixedPrecisionPolicy:
         """Resolve the dtypes of a parameter.
 
         Args:
-            param: a parameter of the user's module.
-            wire_override: send gradients in the compute dtype regardless of ``grad_comm_dtype``,
-                and sum them in fp32 (``reduce_scatter_with_fp32_accumulation``).
+            param: A parameter of the user's module.
+            wire_override: Send bf16 and fp16 gradients in the compute dtype regardless of
+                ``grad_comm_dtype``, and sum them in fp32. Megatron-Core's option
+                ``reduce_scatter_with_fp32_accumulation``.
+
+        Raises:
+            ValueError: The dtype in which gradients are sent is wider than the dtype of the sums.
         """
         own = param.dtype
         if not own.is_floating_point:

@@ -1,4 +1,7 @@
-"""From a user's arguments to an engine: all is checked, on all ranks, before anything moves."""
+"""``fe.shard``: check the user's arguments on all ranks, then shard the model and build its engine.
+
+No parameter is changed before all ranks have agreed on the plan.
+"""
 
 from __future__ import annotations
 
@@ -43,18 +46,18 @@ AUTO = "auto"
 
 
 class SelectsStrategy(Protocol):
-    """Selects a strategy for the ranks of a job, as a
-    :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan` does."""
+    """An object that selects a strategy for the ranks of a job, such as a ``StrategyPlan``."""
 
     def arguments(
         self, mesh: tuple[int, ...] | None, world_size: int, given: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Returns arguments of :func:`shard`.
+        """Returns the arguments of :func:`shard` that the plan determines.
 
         Args:
             mesh: Sizes of the mesh. None: any mesh of ``world_size`` ranks.
             world_size: Number of data-parallel ranks.
-            given: Arguments of the user, which override those of the plan. None: not given.
+            given: The user's arguments by name, which override the plan's. A value of None means
+                that the argument was not given.
         """
 
 
@@ -74,10 +77,10 @@ def shard(
 ) -> Engine:
     """Shard the parameters, gradients and optimizer state of ``model`` in place. Collective.
 
-    Modules keep their class, names and identity. Within forward and backward their parameters are
-    full tensors. Otherwise each parameter is a ``FlatDTensor``, whose local part is the shard of
-    this rank. (At "no_shard", without fp32 main weights, parameters stay plain tensors.) Build the
-    optimizer afterwards, from ``model.parameters()``.
+    Modules keep their class, names and identity. During forward and backward their parameters are
+    full tensors. Otherwise each parameter is a ``FlatDTensor``, whose local part is this rank's
+    shard. (At "no_shard", without fp32 main weights, parameters stay plain tensors.) Build the
+    optimizer after this call, from ``model.parameters()``.
 
     Example::
 
@@ -91,45 +94,47 @@ def shard(
             optimizer.zero_grad()
 
     Args:
-        model: Any module, also one on the meta device.
+        model: The module to shard. It may be on the meta device.
         mesh: The data-parallel ranks: a ``DeviceMesh`` of one axis, or of two (outer, inner); or
-            the sizes of such a mesh over all ranks, whose inner ranks are consecutive. None: all
-            ranks on one axis.
+            the sizes of such a mesh over all ranks, such as ``(2, 8)``. With sizes, the ranks of an
+            inner group are consecutive. None: all ranks on one axis.
         strategy: Level of the inner axis: "no_shard", "optim", "optim_grads" or
-            "optim_grads_params". None: "optim_grads_params". Or the result of ``fe.plan``, equal on
-            all ranks: the fastest of its candidates that fits, on ``mesh`` if given. The plan also
-            sets ``extensions``, and ``units``, ``mp_policy`` and ``options`` unless they are given.
+            "optim_grads_params". None: "optim_grads_params". Or a plan returned by ``fe.plan``,
+            equal on all ranks, whose fastest candidate that fits into memory (on ``mesh``, if
+            given) is used. The plan also sets ``units``, ``mp_policy`` and ``options`` unless they
+            are given, and adds its extensions to ``extensions``.
         outer_strategy: Level of the outer axis, at most ``strategy``. None: "no_shard".
-        units: Modules that are gathered and reduced together: module classes, modules, name
-            patterns such as "blocks.*", or functions of name and module that return a bool. A tuple
-            among several is one unit. None: the children of the outermost ``nn.ModuleList`` and
+        units: Modules that are gathered and reduced together, one or several of: module classes,
+            modules, name patterns such as "blocks.*", and functions that take a name and a module
+            and return a bool. Each matching module is one unit; all modules that a tuple matches
+            form one unit. None: the children of the outermost ``nn.ModuleList`` and
             ``nn.Sequential``, and the modules beside them.
         mp_policy: Dtypes of weights, gradients and reductions. None: the dtype of each parameter,
             with fp32 main weights.
-        initial_values: Source of the initial values. "same": all ranks have built the same values,
-            which is checked; if only the first rank has values and the model of the others is on
-            the meta device, the values of the first rank are broadcast. "rank0": the parameters and
-            buffers of the first rank are broadcast. "empty": as "same", but tensors that are on the
-            meta device on all ranks are allocated without values. Load them next: forward raises
-            until all are loaded.
-        expert_mesh: The data-parallel ranks of each expert, as ``mesh``. Experts are parameters
-            whose attribute ``allreduce`` is False, and DTensors that are sharded over ranks of
-            ``mesh``.
+        initial_values: Source of the initial values. "same": all ranks have built the same values;
+            the call compares them. If only the first rank has values and the model of the others is
+            on the meta device, the values of the first rank are broadcast. "rank0": the parameters
+            and buffers of the first rank are broadcast. "empty": as "same", but tensors that are on
+            the meta device on all ranks are allocated without values. Load values next: forward
+            raises until all are loaded.
+        expert_mesh: The data-parallel ranks of each expert, a ``DeviceMesh`` of one or two axes.
+            Experts are parameters whose attribute ``allreduce`` is False, and DTensors that are
+            sharded over ranks of ``mesh``.
         options: Prefetch window, buckets, granules and other options of the engine.
         extensions: Optional features, at most one of each class, such as ``fe.Float8()`` or
             ``fe.GradientChecks()``. ``docs/internals/extensions.md`` lists them.
-        deprecated: Arguments of earlier versions. Each works with a ``DeprecationWarning`` that
-            names its replacement.
+        deprecated: Arguments of earlier versions. Each is accepted with a ``DeprecationWarning``
+            that names its replacement.
 
     Returns:
-        The engine of the model: clipping, accumulation, full weights, reports.
+        The engine of the model, with methods for clipping, accumulation, full weights and reports.
 
     Raises:
         ValueError, TypeError: An argument is invalid, or arguments or initial values differ between
             ranks. Raised on all ranks, before anything is changed.
         Exception: ``units``, the granule or an extension failed on this rank. The other ranks raise
-            a RuntimeError with the rank and its error.
-        RuntimeError: A rank did not make the call in time. The message names it.
+            a RuntimeError that contains the rank and its error.
+        RuntimeError: A rank did not call ``shard`` in time. The message names the rank.
     """
     num_rows = 1
     with reporting(WHAT, ranks := ranks_that_meet(mesh if isinstance(mesh, DeviceMesh) else None)):
@@ -180,7 +185,7 @@ def shard(
 
 
 def is_plan(strategy: object) -> bool:
-    """Returns whether an argument ``strategy`` is a plan, which determines other arguments, too."""
+    """Returns whether an argument ``strategy`` is a plan, which also determines other arguments."""
     return hasattr(strategy, "arguments")
 
 
@@ -205,10 +210,10 @@ def _planned(given: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
 
 
 def _refuse_renormalized_rows(model: nn.Module) -> None:
-    """Check that no embedding renormalizes the rows of each rank's own batch.
+    """Check that no embedding has ``max_norm``, which renormalizes the rows of each rank's batch.
 
     Raises:
-        ValueError: one does; names it.
+        ValueError: An embedding has ``max_norm``. The message names it.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
@@ -236,15 +241,15 @@ def make_engine(
     num_rows: int = 1,
     what: str = WHAT,
 ) -> Engine:
-    """Plan, agree on the plan with all ranks, build. Collective.
+    """Plan the units, agree on the plan with all ranks, and build the engine. Collective.
 
     Args:
-        timing: when gradients are reduced and weights gathered.
-        num_rows: Size of the outer axis, if ``mesh`` has one axis or is None. Each of its ranks has
-            as many consecutive inner ranks.
-        initial_values: as for :func:`shard`, or ``FIRST_PARAMETERS``.
-        what: who asks, in messages.
-        model, mesh, levels, policy, options, units, expert_mesh, extensions: see :func:`shard`.
+        timing: When gradients are reduced and weights are gathered.
+        num_rows: Size of the outer axis, if ``mesh`` has one axis or is None. The ranks are divided
+            into this many groups of consecutive ranks, which are the inner axis.
+        initial_values: As for :func:`shard`, or ``FIRST_PARAMETERS``.
+        what: The name of the function that the user has called, for messages.
+        model, mesh, levels, policy, options, units, expert_mesh, extensions: See :func:`shard`.
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
@@ -292,7 +297,7 @@ def make_engine(
             *(each.signature() for each in extensions),
         ]
         signature = [", ".join(map(str, given)), *plan.signature()]
-    except Exception as caught:  # units, granule and codec rules are the user's, and raise anything
+    except Exception as caught:  # user code (units, granule, codec rules) may raise any exception
         error = caught
     computes_here = data.device.type == "cpu"
     if computes_here:
@@ -333,8 +338,8 @@ def check_extensions(extensions: object) -> tuple[EngineExtension, ...]:
     """Returns the extensions as a tuple.
 
     Raises:
-        TypeError: They are no sequence, or an object is no extension.
-        ValueError: Two are of one class.
+        TypeError: ``extensions`` is not iterable, or contains an object that is not an extension.
+        ValueError: Two extensions have the same class.
     """
     if not isinstance(extensions, Iterable):
         raise TypeError(f"extensions: expected a sequence of extensions; found {extensions!r}")
@@ -354,20 +359,20 @@ def check_extensions(extensions: object) -> tuple[EngineExtension, ...]:
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
-    """The axes of ``mesh`` with the levels along them."""
+    """Returns the size of each axis of ``mesh``, and the levels along them."""
     sizes = {axis: mesh.axis(axis).size for axis in Axis}
     return AxisPlan(sizes, levels.on(mesh.outer.size))
 
 
 def check_types(model: object, policy: object, options: object = None) -> None:
-    """Raise TypeError for an argument of another type."""
+    """Raise TypeError unless each argument has its type. ``policy`` and ``options`` may be None."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
     check_policy_and_options(policy, options)
 
 
 def check_policy_and_options(policy: object, options: object) -> None:
-    """Raise TypeError for an argument of another type."""
+    """Raise TypeError unless each argument has its type or is None."""
     if policy is not None and not isinstance(policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy: expected a MixedPrecisionPolicy or None; found {policy!r}")
     if options is not None and not isinstance(options, Options):
@@ -375,7 +380,11 @@ def check_policy_and_options(policy: object, options: object) -> None:
 
 
 def _rows_of(sizes: object, num_ranks: int) -> int:
-    """Ranks of the outer axis, of a mesh of all ranks that has these sizes."""
+    """Returns the size of the outer axis of a mesh with ``sizes`` over all ranks.
+
+    Raises:
+        TypeError, ValueError: ``sizes`` are not one or two sizes of a mesh of ``num_ranks`` ranks.
+    """
     is_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes)
     if not is_sizes:
         raise TypeError(
@@ -391,16 +400,17 @@ def _rows_of(sizes: object, num_ranks: int) -> int:
 
 
 def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
-    """Whether full parameters are kept after forward, by FSDP2's ``reshard_after_forward``.
+    """Returns whether FSDP2's ``reshard_after_forward`` keeps full parameters after forward.
 
     Args:
-        asked: the argument: True, False, a number of ranks, or None, which is True.
-        size: ranks that share a parameter.
+        asked: The value of ``reshard_after_forward``: True, False, a number of ranks, or None (as
+            True, but also accepted where parameters are not sharded).
+        size: Number of ranks that share a parameter.
         levels: The levels of the engine.
 
     Raises:
-        ValueError: ``asked`` is none of these, no divisor of ``size``, or True where parameters
-            are not sharded.
+        ValueError: ``asked`` is none of these, does not divide ``size``, or is True where
+            parameters are not sharded.
     """
     if asked is None or isinstance(asked, bool):
         if asked is True and levels.depth(Role.PARAM) == 0:

@@ -261,6 +261,7 @@ class OptimizerMatch:
         with the same hyperparameters."""
         classes = [each.__name__ for each in type(self._optimizer).__mro__]
         mine = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
+        mine &= set().union(*(each.defaults for each in single_optimizers(self._optimizer)))
         missing = mine - set().union(*(_hyperparameters(group) for group in saved_groups))
         if kind not in classes and missing:
             self.is_same_kind = False

@@ -100,9 +100,9 @@ class FSDPEngineStrategy(DDPStrategy):
         timeout: The timeout of collectives, if the strategy creates the process group.
         accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
             strategies; set by the Trainer.
-        **sharding: other arguments of :func:`fsdp_engine.shard`: ``mesh``, ``units``, ``config``,
-            ``checkpointing``, ``granule``, ``codec_rules`` and so on. ``initial_values`` is
-            "rank0" by default: as in DDP, all ranks start from the first rank's values.
+        **sharding: Other arguments of ``fsdp_engine.shard``: ``mesh``, ``units``, ``options``,
+            ``extensions`` and so on. ``initial_values`` is "rank0" by default: as in DDP, all ranks
+            start from the values of the first rank.
 
     Raises:
         TypeError: an argument is unknown.

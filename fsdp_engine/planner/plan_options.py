@@ -69,8 +69,8 @@ class PlanOptions(PlanFields):
             searched for each candidate, with the number of microbatches that gives this batch;
             among ``microbatch_sizes``, if they are given. None: the batch and ``microbatches``.
         sequences: lengths of sequences to try. None: only that of the batch.
-        quick: try the candidates that are the best most often, level 3 and HSDP first, until one
-            fits and a few seconds are over. :meth:`~.strategy_plan.StrategyPlan.full` tries the
+        quick: try the candidates that are the best most often, level 3 and HSDP first, until
+            four fit. :meth:`~.strategy_plan.StrategyPlan.full` tries the
             others.
         compile: blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
             not do.

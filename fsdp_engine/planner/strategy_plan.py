@@ -160,11 +160,11 @@ def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
         is_close = any(each.lacking and each.rate > chosen.rate for each in outcomes)
         margin = f" by more than {TOLERANCE:.1%}" if is_close else ""
         return f"No candidate that does not fit would be faster{margin}."
-    nearest = min(faster, key=lambda each: each.rate)
+    nearest = min(faster, key=lambda each: (each.lacking, -each.rate))
     speedup = f"is {nearest.rate / chosen.rate - 1:.1%} faster"
     return (
-        f"The next faster candidate, {nearest.candidate}, {speedup} and does not fit: "
-        f"{_missing_memory(nearest)}."
+        f"Of the faster candidates, which do not fit, {nearest.candidate} lacks the least memory: "
+        f"it {speedup}, but {_missing_memory(nearest)}."
     )
 
 
@@ -239,8 +239,8 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
     elif is_slow:
         compiled = "" if setting.is_compiled else " (torch.compile)"
         lines.append(
-            "The host issues work too slowly: larger microbatches, fewer and larger operations"
-            f"{compiled} or CUDA graphs help."
+            "The host issues work too slowly: larger microbatches, or fewer and larger operations"
+            f"{compiled} help."
         )
     return lines
 

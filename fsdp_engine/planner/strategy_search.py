@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -43,8 +42,9 @@ _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the mode
 # Tokens of a sequence from which "auto" tries context parallelism.
 _LONG_SEQUENCE = 2**15
 
-# A quick plan tries no further candidate after these seconds, if one fits.
-QUICK_SECONDS = 6.0
+# A quick plan tries no further candidate after so many that fit: for most models level 3 with each
+# kind of activation checkpointing, and the first of HSDP.
+QUICK_FITTING = 4
 
 
 def plan(
@@ -141,7 +141,6 @@ class _Planning:
             self._setting = replace(self._setting, global_batch=batch)
         if options.cache and not options.formulas:
             job.use_cache(model)
-        self._started = time.monotonic()
 
     def _all_candidates(self, model: nn.Module, degrees: Sequence[int]) -> list[Candidate]:
         """Those that may fit, of a global batch with the first size."""
@@ -211,14 +210,15 @@ class _Planning:
         return StrategyPlan(setting, sorted_outcomes(found), options=options, replan=replan)
 
     def _outcomes(self, tried: Sequence[Candidate]) -> list[Outcome]:
-        """Results of simulations; in a quick plan, of as many as there is time for."""
+        """Results of simulations; in a quick plan, up to the last of ``QUICK_FITTING`` that fit."""
         options, job = self._options, self._job
+        most = QUICK_FITTING if options.quick and not self._request.is_compared else None
         found: list[Outcome] = []
         with plan_progress(options.progress) as shown, _frozen_objects():
             job.progress = shown
             shown.add(len(tried))
             for each in tried:
-                if self._is_late and any(other.fits for other in found):
+                if most is not None and sum(bool(other.fits) for other in found) >= most:
                     break
                 try:
                     chosen = each if self._search is None else self._search.sized(each)
@@ -232,11 +232,6 @@ class _Planning:
                     shown.found(found[-1], self._setting.item)
         job.progress = PlanProgress()
         return found
-
-    @property
-    def _is_late(self) -> bool:
-        has_end = self._options.quick and not self._request.is_compared
-        return has_end and time.monotonic() - self._started >= QUICK_SECONDS
 
     def _with_offloads(
         self,

@@ -1,1 +1,1 @@
-"""From a model to units with buffers: which parameter is where, and its first values."""
+"""Finds the units of a model, plans and builds their buffers, and installs their parameters."""

@@ -2,16 +2,16 @@
 
 A unit is a set of modules. It is entered when one of them is called, and left when that call
 returns. A parameter belongs to the smallest unit that contains every module that refers to it, at
-every place of that module in the model: the module's own unit; for a tied parameter, or one of a
-module that two blocks share, the unit that contains both places, or else the root. Each parameter
-is therefore in exactly one unit, however units nest.
+every place of that module in the model. This is usually the module's own unit. For a tied
+parameter, or a parameter of a module that two blocks share, it is the unit that contains both
+places, or else the root. Each parameter is therefore in exactly one unit, however units nest.
 
 [Note: Default units]
-Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. Modules before,
-between and after them in module order (embeddings; final norm and head) are one set each, so that
-the root keeps only parameters that its own forward reads: those of modules that contain blocks, and
-those that tie a block to another module. Sets that share a tied parameter (an embedding and a head)
-are one set.
+Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. The modules before
+the blocks, between them and after them (embeddings; final norm and head) form one unit for each
+such run in module order. The root therefore keeps only parameters that its own forward reads:
+parameters of modules that contain blocks, and parameters that tie a block to another module. Runs
+that share a tied parameter (an embedding and a head) form one unit.
 
     embedding, positions | block 0 | block 1 | .. | block n | norm, head          not tied
     embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
@@ -20,30 +20,30 @@ Modules beside blocks are *loose*: the model's forward may read their weights wi
 (a head that multiplies with ``self.embedding.weight``). See ``runtime/model_hooks.py``.
 
 [Note: Size of a unit]
-Each unit costs one collective per gather and per reduction, and host time for submissions. More
-units start collectives earlier and free memory earlier. The first gather and the last reduction are
-always exposed, and grow with their units. Measured (``benchmarks/unit_size.py``; tables in
-docs/internals/benchmarks.md, "Size of a unit"):
+Each unit costs one collective per gather and per reduction, and host time for submissions. With
+more units, collectives start earlier and memory is freed earlier. The first gather and the last
+reduction are always exposed, and take longer with larger units. Measurements
+(``benchmarks/unit_size.py``; tables in docs/internals/benchmarks.md, "Size of a unit"):
 
-- simulated H100s, 8 and 64 ranks, 16,384 tokens a rank: up to 3 M elements a block the host
-  determines the step time, and joining blocks saves 5 to 15 %; from 5 M on compute does, and
-  joining adds up to 1 % for pairs, 3 to 8 % if all sixteen blocks are one unit.
+- Simulated H100s, 8 and 64 ranks, 16,384 tokens a rank: up to 3 M elements a block the host
+  determines the step time, and joining blocks saves 5 to 15 %. From 5 M on compute determines it;
+  joining adds up to 1 % for pairs, and 3 to 8 % if all sixteen blocks are one unit.
 - 1 M elements in bf16, 2 MB, take 44 us on a 400 Gb/s link; the hops of a ring over eight nodes
   take 42 us. The time of smaller collectives is mostly latency.
-- two gloo ranks, eight blocks: with one unit a step takes 0.60 (level 0) to 0.46 (level 3) of one
-  with a unit per block at 33 k elements a block, 0.87 to 0.60 at 526 k.
+- Two gloo ranks, eight blocks: compared with a unit per block, a step with a single unit takes 0.60
+  (level 0) to 0.46 (level 3) of the time at 33 k elements a block, and 0.87 to 0.60 at 526 k.
 
 Default units therefore have at least 1 M elements. This is far below the blocks of usual models (7
-M in the smallest GPT-2), which are not joined. In addition to its largest set, a joined unit has
-less than 1 M elements, and less than 2 M if a small remainder has joined it.
+M in the smallest GPT-2), which are not joined. A joined unit is larger than its largest member by
+less than 1 M elements, or by less than 2 M if a small remainder has joined it.
 
-Sets are joined in module order: a small set takes the following ones until it is large enough,
-whatever the size of the last one.
+Units are joined in module order: the units that follow a small one are joined with it until the sum
+is large enough, whatever the size of the last one.
 
-Parameters outside of units are split into *buckets*. A bucket closes with the tensor that reaches
-its size, so buckets are at least as large, and no tensor is split. Worked example, sizes 5, 5, 8, 2
-and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4); with ``num_buckets=2``, of 24 elements,
-(5, 5, 8) and (2, 4).
+Parameters outside of units are split into *buckets*. The tensor that reaches the size is the last
+of a bucket, so buckets have at least that size, and no tensor is split. Worked example, sizes 5, 5,
+8, 2 and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4); with ``num_buckets=2``, for 24
+elements in all, they are (5, 5, 8) and (2, 4).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from fsdp_engine.patterns import compile_pattern, joined_names
 
 
 def split_by_size(sizes: Sequence[int], size: int) -> list[range]:
-    """Positions of each bucket; all but the last hold ``size`` elements or more."""
+    """Returns the positions in each bucket. All buckets but the last hold at least ``size``."""
     buckets: list[range] = []
     start = held = 0
     for position, numel in enumerate(sizes):
@@ -78,9 +78,9 @@ def split_by_size(sizes: Sequence[int], size: int) -> list[range]:
 
 
 def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
-    """Positions of each of ``num_buckets`` buckets, or fewer where tensors are too few or large.
+    """Returns the positions in each of ``num_buckets`` buckets, or fewer if tensors are too few.
 
-    A bucket closes with the tensor that reaches an equal share of the rest.
+    The tensor that reaches an equal share of the remaining elements is the last of a bucket.
     """
     buckets: list[range] = []
     start = held = 0
@@ -97,11 +97,11 @@ def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
 
 
 def bucket_multiple(num_ranks: int, *, padded: bool) -> int:
-    """What a bucket's elements are a multiple of.
+    """Returns the number of elements to whose multiple a bucket is padded.
 
-    The least common multiple of the ranks and of 128, so that parts are equal and every rank's
-    transfers are aligned; ``padded``: 2^16 for each rank, which NCCL's rings carry fastest
-    (Megatron-Core's rules).
+    This is the least common multiple of the number of ranks and 128, so that shards are equal and
+    every rank's transfers are aligned. With ``padded`` it is 2^16 for each rank, for which NCCL's
+    rings are fastest. Both are Megatron-Core's rules.
     """
     return num_ranks * 2**16 if padded else math.lcm(num_ranks, 128)
 
@@ -113,13 +113,13 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether ``module`` is a container of torch's without a forward. A subclass may define one."""
+    """Returns whether ``module`` is one of torch's containers, and has no forward of a subclass."""
     has_none = getattr(module.forward, "__func__", None) is nn.Module.forward
     return isinstance(module, _CONTAINERS) and has_none
 
 
 def collect_records(model: nn.Module) -> list[ParamRecord]:
-    """Every parameter of ``model`` once, with all its names and places, in registration order."""
+    """Returns each parameter once, with all its names and holders, in registration order."""
     records: dict[int, ParamRecord] = {}
     seen: set[tuple[int, str]] = set()
     for module_name, module in model.named_modules(remove_duplicate=False):
@@ -136,18 +136,18 @@ def collect_records(model: nn.Module) -> list[ParamRecord]:
 
 
 def check_memory(model: nn.Module, records: Sequence[ParamRecord]) -> None:
-    """Check that each parameter has its elements to itself.
+    """Check that no parameter shares elements with another parameter or with a buffer.
 
     Raises:
-        ValueError: two parameters, or a parameter and a buffer, share elements; names both. An
-            update of one would not be seen in the other.
+        ValueError: Two tensors share elements, so that an update of one would not reach the other
+            after sharding. The message names both.
     """
     params = [(record.name, "parameter", record.shard.detach()) for record in records]
     buffers = [(name, "buffer", buffer) for name, buffer in model.named_buffers()]
     by_storage: dict[int, list[tuple[str, str, Tensor]]] = {}
     for each in (*params, *buffers):
         tensor = each[2]
-        # Tensors of other classes have memory that no address identifies.
+        # Tensor subclasses, and tensors without strides, have no address that identifies memory.
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if address := tensor.untyped_storage().data_ptr():
@@ -163,7 +163,10 @@ def check_memory(model: nn.Module, records: Sequence[ParamRecord]) -> None:
 
 
 def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Whether tensors over one storage have a byte in common: two columns of a matrix have not."""
+    """Returns whether two tensors over one storage have a byte in common.
+
+    Two columns of a matrix have none, although their ranges of addresses overlap.
+    """
     pair = (first, second)
     starts = [int(each.storage_offset()) * each.itemsize for each in pair]
     stops = [
@@ -190,8 +193,8 @@ class ModuleSet:
     """The modules of one unit.
 
     Attributes:
-        names: their fully qualified names.
-        modules: none within another.
+        names: Fully qualified names of the modules.
+        modules: The modules. None of them is inside another.
         loose: The loose modules among them; see [Note: Default units].
     """
 
@@ -201,7 +204,7 @@ class ModuleSet:
 
     @property
     def name(self) -> str:
-        """Their names as one."""
+        """The names of the modules, joined to one."""
         return joined_names(self.names)
 
 
@@ -210,21 +213,21 @@ def find_units(
     selectors: UnitSelector | Iterable[UnitSelector] | None,
     records: Sequence[ParamRecord],
 ) -> list[ModuleSet]:
-    """The units in module order, without the root.
+    """Returns the units in module order, without the root.
 
     Args:
-        model: the root.
-        selectors: module classes, modules, name patterns and predicates ``(name, module) -> bool``,
-            one or several; each module that matches is a unit. A tuple of them among several is
-            one unit of all that match. In a pattern ``*`` stands for one part of a dotted name and
-            ``**`` for any number: ``"blocks.*"`` is every child of ``blocks``. None: see
-            [Note: Default units].
-        records: the model's parameters.
+        model: The root module.
+        selectors: Module classes, modules, name patterns and predicates ``(name, module) -> bool``,
+            one or several. Each module that matches is a unit. If one of several selectors is a
+            tuple of selectors, all modules that match it form one unit. In a pattern ``*`` matches
+            one component of a dotted name and ``**`` any number: ``"blocks.*"`` matches every child
+            of ``blocks``. None: see [Note: Default units].
+        records: The model's parameters.
 
     Raises:
-        TypeError: a selector is none of these.
-        ValueError: a selector matches no module with parameters, or one without a forward; a
-            module is in two units, or lies within another of its own.
+        TypeError: A selector is of another type.
+        ValueError: A selector matches no module with parameters, or matches one without a forward;
+            or a module is in two units, or inside another module of its unit.
     """
     if selectors is None:
         return _default_units(model, records)
@@ -267,7 +270,10 @@ def find_units(
 def assign(
     model: nn.Module, units: Sequence[ModuleSet], records: Sequence[ParamRecord]
 ) -> dict[str, list[ParamRecord]]:
-    """The records of each unit by its name; the root, "", takes what no unit contains."""
+    """Returns the records of each unit by its name.
+
+    The root, "", owns the parameters that no other unit contains.
+    """
     all_units = [ModuleSet(("",), [model]), *units]
     sizes = [sum(1 for module in unit.modules for _ in module.modules()) for unit in all_units]
     containing = _containing(model, [unit.modules for unit in all_units])
@@ -280,14 +286,14 @@ def assign(
 
 
 def _containing(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[int, set[int]]:
-    """Numbers of the units that contain each module, by its ``id``.
+    """Returns the indices of the units that contain each module, by the ``id`` of the module.
 
-    A unit contains a module if every path from the root to it passes through a module of the unit:
-    then the unit is entered before each call of that module, also where blocks share it.
+    A unit contains a module if every path from the root to the module passes through a module of
+    the unit. The unit is then entered before each call of the module, also if blocks share it.
 
     Args:
-        model: the root.
-        units: modules of each unit; some unit has the root.
+        model: The root module.
+        units: The modules of each unit. One of the units has the root module.
     """
     starts: dict[int, set[int]] = {}
     for number, modules in enumerate(units):
@@ -314,13 +320,15 @@ def _containing(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> dict[
 
 @dataclass(frozen=True)
 class Expected:
-    """How a model's units are expected to be used, before execution has shown it: in the order in
-    which their modules were registered.
+    """The expected order of uses of a model's units, before execution has shown the real order.
+
+    Modules are expected to be called in the order in which they were registered.
 
     Attributes:
-        forward: units as forward enters them, one entry for each call.
-        backward: as backward does: those that forward has left last come first.
-        around: for each unit, those that contain modules of it.
+        forward: Indices of units in the order in which forward enters them, one for each call.
+        backward: Indices of units in the order of backward: the unit that forward leaves last is
+            the first.
+        around: For each unit, the units that contain modules of it.
     """
 
     forward: list[int]
@@ -329,12 +337,15 @@ class Expected:
 
     @property
     def containing(self) -> set[int]:
-        """Units that contain modules of others."""
+        """The units that contain modules of other units."""
         return set().union(*self.around)
 
     def num_gathers(self, unit: int) -> int:
-        """How often a unit whose parameters are cut is gathered for a microbatch: it stays full
-        from one use to the next if no unit but its relatives is used between."""
+        """Returns how often a unit with sharded parameters is gathered in a microbatch.
+
+        The unit stays full from one use to the next if, between them, only units are used that
+        contain it or that it contains.
+        """
         count, is_full = 0, False
         for used in (*self.forward, *self.backward):
             if used == unit:
@@ -346,7 +357,7 @@ class Expected:
 
 
 def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
-    """See :class:`Expected`; ``units`` are their modules."""
+    """Returns the expected order of uses; ``units`` are the modules of each unit."""
     units_of: dict[int, list[int]] = {}
     for index, modules in enumerate(units):
         for module in modules:
@@ -378,20 +389,23 @@ def expect(model: nn.Module, units: Sequence[Sequence[nn.Module]]) -> Expected:
 
 
 def reads_weights_in_backward(module: nn.Module) -> bool:
-    """Whether backward through a call of ``module`` needs its weights. An embedding's gradient is
-    made of indices and of the gradient of its output."""
+    """Returns whether backward through a call of ``module`` needs its weights.
+
+    An embedding's backward does not: it computes the gradient of the weights from the indices and
+    from the gradient of the output.
+    """
     holders = [each for each in module.modules() if any(True for _ in each.parameters(False))]
     return not holders or not all(_only_looks_up(each) for each in holders)
 
 
 def _only_looks_up(module: nn.Module) -> bool:
-    """An embedding with torch's own forward, whatever its class."""
+    """Returns whether ``module`` is an ``nn.Embedding``, or a subclass, with torch's forward."""
     is_own = type(module).forward is not nn.Embedding.forward or "forward" in vars(module)
     return isinstance(module, nn.Embedding) and not is_own
 
 
 def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
-    """Modules that ``selector`` matches, by name, in module order."""
+    """Returns the modules that ``selector`` matches, by name, in module order."""
     matches = _matcher(selector)
     modules = [(name, module) for name, module in model.named_modules() if name]
     found = [(n, m) for n, m in modules if matches(n, m) and has_parameters(m)]
@@ -410,10 +424,10 @@ def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
 
 
 def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[ModuleSet]:
-    """See [Note: Default units]."""
+    """Returns the units of [Note: Default units]."""
     blocks = dict(_blocks("", model))
     if not blocks:
-        return []  # there are no blocks
+        return []
     runs: list[dict[str, nn.Module]] = [{}]
     seen: set[int] = set()
     for name, module in _pieces("", model, {id(block) for block in blocks.values()}):
@@ -422,7 +436,8 @@ def _default_units(model: nn.Module, records: Sequence[ParamRecord]) -> list[Mod
         elif id(module) not in seen:
             runs[-1][name] = module
             seen.add(id(module))
-    firsts = {id(module): name for name, module in reversed(blocks.items())}  # a block in two lists
+    # A block in two lists is one unit, with its first name.
+    firsts = {id(module): name for name, module in reversed(blocks.items())}
     sets = [ModuleSet((name,), [blocks[name]]) for name in reversed(firsts.values())]
     for run in _tied_together([run for run in runs if run], records):
         sets.append(ModuleSet(tuple(run), list(run.values()), loose=tuple(run.values())))
@@ -444,7 +459,7 @@ def _blocks(prefix: str, module: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 def _pieces(
     prefix: str, module: nn.Module, blocks: Collection[int]
 ) -> Iterable[tuple[str, nn.Module]]:
-    """Blocks, and the largest modules beside them, in module order."""
+    """Yields the blocks and the largest modules that contain no block, in module order."""
     for child_name, child in module.named_children():
         name = f"{prefix}{child_name}"
         holds_blocks = any(id(each) in blocks for each in child.modules())
@@ -457,13 +472,13 @@ def _pieces(
 def _tied_together(
     runs: Sequence[dict[str, nn.Module]], records: Sequence[ParamRecord]
 ) -> list[dict[str, nn.Module]]:
-    """``runs``, those that a parameter ties made one."""
-    runs_of: dict[int, set[int]] = {}  # several for a module that runs share
+    """Returns ``runs``, with those joined that share a tied parameter."""
+    runs_of: dict[int, set[int]] = {}  # a module has several entries if runs share it
     for number, run in enumerate(runs):
         for module in run.values():
             for each in module.modules():
                 runs_of.setdefault(id(each), set()).add(number)
-    first = list(range(len(runs)))  # of the runs that each one is tied to, directly or not
+    first = list(range(len(runs)))  # first[i]: the first run that is tied to run i, also indirectly
     for record in records:
         tied = set().union(*(runs_of.get(id(module), {-1}) for module, _ in record.holders))
         if -1 not in tied:
@@ -476,7 +491,7 @@ def _tied_together(
 
 
 def has_parameters(module: nn.Module) -> bool:
-    """Whether it, or a module in it, has one."""
+    """Returns whether ``module``, or a module in it, has a parameter."""
     return next(module.parameters(), None) is not None
 
 
@@ -509,26 +524,26 @@ def _describe(selector: Any) -> str:
     return f"predicate {getattr(selector, '__name__', selector)}"
 
 
-# Elements below which a default unit is joined with a neighbour: see [Note: Size of a unit].
+# A default unit with fewer elements is joined with a neighbour: see [Note: Size of a unit].
 MIN_UNIT_SIZE = 1_000_000
 
 
 def join_small(
     model: nn.Module, sets: Sequence[ModuleSet], records: Sequence[ParamRecord], least: int | None
 ) -> list[ModuleSet]:
-    """``sets`` in module order, neighbours joined until each has ``least`` elements.
+    """Returns the units in module order, with neighbours joined until each has ``least`` elements.
 
-    Sets that own no parameter stay as they are, and so do those that lie within another or contain
-    one: nothing is joined across them.
+    A unit that owns no parameter is not joined, and neither is a unit that contains another one or
+    is inside another one. No units are joined across such a unit.
 
     Args:
-        model: the root.
-        sets: the default ones, in module order.
-        records: the model's parameters.
-        least: elements. 0: nothing is joined. None: ``MIN_UNIT_SIZE``.
+        model: The root module.
+        sets: The default units, in module order.
+        records: The model's parameters.
+        least: Minimum number of elements. 0: no units are joined. None: ``MIN_UNIT_SIZE``.
 
-    Worked example: sets of 2, 3, 9, 1 and 2 elements with ``least=5`` become (2, 3), (9), (1, 2)
-    and, since the last is small, (2, 3), (9, 1, 2).
+    Worked example: units of 2, 3, 9, 1 and 2 elements with ``least=5`` become (2, 3), (9), (1, 2)
+    and, since the last is too small, (2, 3), (9, 1, 2).
     """
     least = MIN_UNIT_SIZE if least is None else least
     if least == 0:
@@ -554,8 +569,10 @@ def join_small(
 
 
 def split_by_least(sizes: Sequence[int], least: int) -> list[range]:
-    """Positions of each run: a run ends with the size that brings it to ``least``; the rest at the
-    end joins the run before it."""
+    """Returns the positions of each run. A run ends with the size with which it reaches ``least``.
+
+    A remainder at the end that is smaller joins the run before it.
+    """
     runs = split_by_size(sizes, least)
     if len(runs) > 1 and sum(sizes[place] for place in runs[-1]) < least:
         last = runs.pop()
@@ -564,7 +581,7 @@ def split_by_least(sizes: Sequence[int], least: int) -> list[range]:
 
 
 def _joined(members: Sequence[ModuleSet], places: dict[int, int]) -> ModuleSet:
-    """One set of all their modules, in module order."""
+    """Returns one set of the modules of all ``members``, in module order."""
     if len(members) == 1:
         return members[0]
     named = [pair for each in members for pair in zip(each.names, each.modules, strict=True)]

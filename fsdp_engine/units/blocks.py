@@ -1,4 +1,4 @@
-"""The blocks of a model."""
+"""Finds the blocks of a model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from fsdp_engine.units.assignment import (
 def find_blocks(
     model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None
 ) -> dict[str, nn.Module]:
-    """Returns the outermost modules of units by name, in module order. Embeddings and other modules
-    whose backward reads no weights are left out.
+    """Returns the outermost modules of units by name, in module order.
+
+    Loose modules, embeddings and other modules whose backward reads no weights are left out.
 
     Args:
-        model: any module.
-        units: as for :func:`~fsdp_engine.shard`.
+        model: Any module.
+        units: The units, as in :func:`~fsdp_engine.shard`.
     """
     chosen: dict[str, nn.Module] = {}
     for unit in find_units(model, units, collect_records(model)):

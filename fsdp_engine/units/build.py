@@ -1,12 +1,12 @@
 """Builds the buffers of units from a plan, after all ranks have agreed on the plan.
 
-Units are built independently. They share :class:`Resources` (lanes, memory, numbers of
-collectives), so they can be built one call at a time, and an engine can be created over them later.
+Units are built independently. They share :class:`Resources` (lanes, memory, tags of messages), so
+they can be built one call at a time, and an engine can be created over them later.
 
-Every rank checks its arguments, and all ranks agree, before anything is changed: an error on one
-rank is raised on all ranks, and no rank waits for another.
+Every rank checks its arguments, and all ranks exchange errors, before anything is changed. An error
+on one rank is raised on all ranks, so no rank waits for a rank that has stopped.
 
-Parameters have values on each rank, unless an extension gives them: :class:`InitialValues`.
+Parameters must have values on each rank, unless an extension sets them: see :class:`InitialValues`.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class EngineCommunicators:
     """Axis plans and communicators of an engine's buffers.
 
     Attributes:
-        axis_plans: by kind of buffer.
-        ranks: all ranks of the model, including those of other mesh dimensions, over which
+        axis_plans: Sizes and levels of the axes, by kind of buffer.
+        ranks: All ranks of the model, including those of other mesh dimensions, over which
             parameters can be DTensors.
-        data: the communicators of all data-parallel ranks.
-        expert: The communicators of experts' data-parallel ranks, if they are others.
+        data: Communicators of all data-parallel ranks.
+        expert: Communicators of the data-parallel ranks of experts, if these are other ranks.
     """
 
     axis_plans: AxisPlans
@@ -65,13 +65,13 @@ class EngineCommunicators:
     expert: MeshCommunicators | None = None
 
     def of(self, kind: BufferKind) -> tuple[AxisPlan, MeshCommunicators]:
-        """Those of parameters of ``kind``."""
+        """Returns the axis plan and the communicators of buffers of ``kind``."""
         of_experts = self.expert if kind.is_expert else None
         return self.axis_plans.of(kind), of_experts or self.data
 
     @property
     def groups(self) -> Sequence[ProcessGroup]:
-        """All groups over which the model's buffers communicate."""
+        """All process groups over which the model's buffers communicate."""
         meshes = [each.mesh for each in (self.data, self.expert) if each is not None]
         control = self.ranks.control_group
         found = [group for mesh in meshes for group in mesh.groups]
@@ -88,8 +88,8 @@ class EngineSetup:
         settings: The options, axes and extensions that the plan follows.
         plan: The units and buffers to build.
         data: All data-parallel ranks.
-        experts: The data-parallel ranks of this rank's experts, if they are others.
-        kept: Objects that extensions keep from one of their methods to the next.
+        experts: The data-parallel ranks of this rank's experts, if these are other ranks.
+        kept: Objects that extensions store in one of their methods and read in a later one.
     """
 
     model: nn.Module
@@ -106,39 +106,46 @@ class EngineSetup:
         return self.settings.axis_plans
 
 
-# Modules whose parameters units have.
+# Modules with a parameter that a unit owns.
 _OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The buffer of each sharded parameter, and the number of the parameter in it.
+# The buffer of each sharded parameter, and the index of the parameter in the buffer.
 _BUFFERS: MutableMapping[Tensor, tuple[weakref.ref[ParamAndGradBuffer], int]]
 _BUFFERS = WeakIdKeyDictionary()
 
 
 def buffer_of(param: Tensor) -> tuple[ParamAndGradBuffer, int] | None:
-    """Returns the buffer of a sharded parameter, and the number of the parameter in it; None if the
-    parameter is not one of an engine that exists."""
+    """Returns the buffer of a sharded parameter, and the index of the parameter in the buffer.
+
+    Returns None if no live buffer has the parameter.
+    """
     reference, number = _BUFFERS.get(param, (None, 0))
     buffer = None if reference is None else reference()
     return None if buffer is None else (buffer, number)
 
 
 def owned_within(model: nn.Module) -> str | None:
-    """Name of a module of ``model`` with a parameter that a unit has; None if there is none."""
+    """Returns the name of the first module of ``model`` with a parameter that a unit owns.
+
+    Returns None if there is no such module.
+    """
     owned = (name for name, module in model.named_modules() if module in _OWNED)
     name = next(owned, None)
     return None if name is None else label_of(name)
 
 
 class Resources:
-    """What units are built with and share. What modules of several units send, when one calls the
-    other, stands in the same queues, under numbers that no other buffer has.
+    """The options, lanes, memory and tags that units share.
+
+    The lanes are shared because a module of one unit may call a module of another one. Each buffer
+    has tags of its own, by which its messages are told apart.
 
     Attributes:
-        options: those that they are built with.
-        lanes: queues of work.
-        memory: where it comes from.
-        placement: makes the shards of buffers.
-        placements: placements that extensions have made, by what they made them for.
-        next_tag: the first that no buffer's messages have.
+        options: The options with which units are built.
+        lanes: The queues of computation and communication.
+        memory: Allocates the memory of buffers.
+        placement: Makes the shards of buffers.
+        placements: Placements that extensions have made, by a key that the extension chooses.
+        next_tag: The first tag that no buffer uses.
     """
 
     def __init__(
@@ -155,7 +162,10 @@ class Resources:
         self.next_tag = FIRST_TAG
 
     def on(self, device: torch.device) -> Resources:
-        """The same with memory on ``device``: where there are no values yet, the meta device."""
+        """Returns these resources with memory on ``device``.
+
+        This is the meta device for units whose parameters have no values yet.
+        """
         if device == self.memory.device:
             return self
         other = copy(self)
@@ -163,32 +173,35 @@ class Resources:
         return other
 
     def take_tag(self) -> int:
-        """The number of a buffer's messages; the next one is its, too: a reduction may take two."""
+        """Returns the tag of a new buffer. The next tag is reserved for it, too, because a
+        reduction may use two."""
         self.next_tag += 2
         return self.next_tag - 2
 
 
 SAME = "same"
-# Of other interfaces: parameters start from the first rank's values, which are not compared.
+# Only for interfaces other than fe.shard: parameters are broadcast from the first rank, without a
+# comparison of values.
 FIRST_PARAMETERS = "rank0 parameters"
 
 
 class InitialValues:
-    """A seam: the values that parameters and buffers of a model start with. Here each rank has
-    them, and they are not compared.
+    """Seam: the initial values of parameters and buffers of a model.
+
+    In this class each rank keeps its own values, and they are not compared.
 
     Args:
         setup: The setup of the engine.
         choice: ``initial_values`` of :func:`~fsdp_engine.sharding.shard`.
-        from_first: parameters start from the first rank's values, whatever others have.
+        from_first: Whether parameters get the first rank's values.
 
     Attributes:
-        choices: legal values of ``choice``.
-        from_first: the first rank's parameters are broadcast when their unit is built.
-        note: sent to all ranks with the digest of the plan.
+        choices: Legal values of ``choice``.
+        from_first: Whether the first rank's parameters are broadcast when their unit is built.
+        note: An object that is sent to all ranks with the digest of the plan.
 
     Raises:
-        ValueError: there is no such choice.
+        ValueError: ``choice`` is not legal.
     """
 
     choices: Sequence[str] = (SAME,)
@@ -202,16 +215,16 @@ class InitialValues:
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
     ) -> InitialValues:
-        """Returns what gives the model its values, when ranks have agreed on the plan. Collective.
+        """Returns the object that sets the values, once ranks agree on the plan. Collective.
 
         Args:
             notes: The notes of all data-parallel ranks.
             all_notes: The notes of all ranks of the model.
-            ranks: these ranks.
-            what: who asks, in messages.
+            ranks: All ranks of the model.
+            what: Name of the operation in messages.
 
         Raises:
-            ValueError: these are no values to start with; on all data-parallel ranks.
+            ValueError: The model cannot start with these values. Raised on all data-parallel ranks.
         """
         if any(notes):
             raise ValueError(
@@ -221,13 +234,13 @@ class InitialValues:
         return self
 
     def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
-        """On return the parameters of unit ``index``, which is about to be built, have values."""
+        """Set the values of the parameters of unit ``index`` before it is built."""
 
     def finish(self, model: nn.Module, communicators: EngineCommunicators, num_units: int) -> None:
-        """All units are built: on return the buffers of the modules are on the device, with
-        values."""
+        """Move the buffers of modules to the device, with values. All units have been built."""
         device = communicators.data.mesh.device
-        moved: dict[int, tuple[Tensor, Tensor]] = {}  # with the key's tensor
+        # Each entry holds the old tensor, so that its id, the key, stays unique.
+        moved: dict[int, tuple[Tensor, Tensor]] = {}
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
@@ -235,7 +248,7 @@ class InitialValues:
                     module._buffers[name] = moved[id(buffer)][1]
 
     def started(self, engine: Any) -> None:
-        """The engine of the model is made."""
+        """Do what needs the engine of the model. Called when the engine has been made."""
 
 
 def agree_on_plan(
@@ -250,27 +263,30 @@ def agree_on_plan(
     """Compare plans over all ranks, and decide about initial values.
 
     Args:
-        values: None where there is an ``error``.
+        values: Proposes the initial values. None if there is an ``error``.
         error: The error of this rank.
-        signature: everything that must be the same, in lines.
-        mesh: all data-parallel ranks.
-        ranks: all ranks of the model.
-        what: who asks, in messages.
-        tag: the first that this rank has free for messages.
+        signature: Lines that must be the same on all data-parallel ranks.
+        mesh: All data-parallel ranks.
+        ranks: All ranks of the model.
+        what: Name of the operation in messages.
+        tag: The first tag that is free on this rank.
 
     Returns:
-        What gives the model its values; the first tag that all data-parallel ranks have free.
+        The object that sets the initial values, and the first tag that is free on all data-parallel
+        ranks.
 
     Raises:
-        Exception: this rank's own error.
-        ValueError: the first parameter that differs. Or another rank's error, of its kind; of a
-            kind that is not known everywhere, RuntimeError.
+        Exception: The error of this rank.
+        ValueError: The plans differ; the message names the first parameter that does.
+        RuntimeError: Another rank has an error. The exception has the type of that error, if it is
+            a built-in type.
     """
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
     note = None if values is None else values.note
     first = mesh.ranks[0]
     heads = agree(what, error, ranks.control_group, (first, digest, note, tag))
-    mine = [head for head in heads if head[0] == first]  # others hold other shards of DTensors
+    # Only data-parallel ranks must agree: the other ranks hold other shards of DTensors.
+    mine = [head for head in heads if head[0] == first]
     try:
         if any(head[1] != digest for head in mine):
             _raise_first_difference(signature, mesh)
@@ -297,10 +313,11 @@ def build_units(
 
     Args:
         plan: The plan of the model.
-        communicators: where buffers are built.
-        resources: with which.
-        values: what parameters begin with; where they are not the first rank's, each rank's
-            slices are its own, and only those that several ranks hold are made the same.
+        communicators: The communicators of the buffers.
+        resources: The lanes, memory and tags that the units share.
+        values: Sets the initial values. Unless parameters are broadcast from the first rank, each
+            rank keeps the values of its own shards, and shards that several ranks hold are copied
+            from the first of these ranks.
 
     Returns:
         The buffers of each unit.
@@ -327,9 +344,10 @@ def build_unit(
     """Make one unit's buffers and put its sharded parameters into its modules.
 
     Args:
-        planned: what it is to be; its parameters have values, or get the first rank's.
-        communicators, resources: see :func:`build_units`.
-        from_first: its parameters get the first rank's values.
+        planned: The plan of the unit. Its parameters have values, unless ``from_first`` is True.
+        communicators: The communicators of the buffers.
+        resources: The lanes, memory and tags that the units share.
+        from_first: Whether the parameters are broadcast from the first rank.
     """
     resources.memory.begin_unit()
     buffers: list[ParamAndGradBuffer] = []
@@ -361,7 +379,7 @@ def build_unit(
 
 
 def same_on_replicas(buffer: ParamAndGradBuffer) -> None:
-    """Ranks that hold the same main weights get those of the first of them. Collective."""
+    """Broadcast main weights from the first of the ranks that hold the same shard. Collective."""
     mesh = buffer.mesh
     for axis in Axis:
         if not buffer.strategy.shards(Role.OPTIM, axis):
@@ -374,7 +392,7 @@ def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
     for rank, other in enumerate(all_signatures):
         if other == first:
             continue
-        # What one rank has and the other has not; where only the order differs, its first place.
+        # The lines that only one rank has; if only their order differs, the first such line.
         known, known_there = set(first), set(other)
         mine = [line for line in first if line not in known_there]
         theirs = [line for line in other if line not in known]

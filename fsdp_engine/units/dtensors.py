@@ -1,4 +1,4 @@
-"""Requirements for parameters that are DTensors before ``shard``, and the ranks of their meshes.
+"""Checks parameters that are DTensors before ``shard``, and finds the ranks of their meshes.
 
 See [Note: Parameters that are DTensors] in ``flat_dtensor/tensor_parallel_spec.py``.
 """
@@ -21,18 +21,21 @@ from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 def ranks_of_model(
     params: Iterable[tuple[str, Tensor]], data: DataMesh, experts: DataMesh | None = None
 ) -> Ranks:
-    """All ranks over which a model lies: ``data``, and its like at every place of the mesh
-    dimensions that DTensor parameters are over. Collective among all of these.
+    """Returns all ranks of a model. Collective among them.
+
+    These are the ranks of ``data``, and the corresponding ranks at every coordinate of the mesh
+    dimensions over which DTensor parameters are distributed (tensor parallelism, for example).
 
     Args:
-        params: the model's, by name.
-        data: the data-parallel ranks.
-        experts: those that share experts. DTensors over ranks of ``data`` are experts, cut over
-            those that share none.
+        params: The model's parameters by name.
+        data: The data-parallel ranks.
+        experts: The data-parallel ranks that share the experts of this rank. A DTensor over ranks
+            of ``data`` is an expert parameter, sharded over ranks that do not share experts.
 
     Raises:
-        ValueError: a DTensor is over ranks that share it, on another device type, or over a mesh
-            that theirs is not cut from; names it.
+        ValueError: A DTensor is distributed over ranks that share it, is on another device type, or
+            is over a mesh that has no root mesh in common with the data-parallel one. The message
+            names the parameter.
     """
     meshes: list[DeviceMesh] = []
     others: dict[str, DeviceMesh] = {}
@@ -59,13 +62,13 @@ def ranks_of_model(
 
 
 def is_of_experts(param: Tensor, data: Ranks) -> bool:
-    """Whether a parameter is a DTensor that is cut over data-parallel ranks."""
+    """Returns whether a parameter is a DTensor that is sharded over data-parallel ranks."""
     mesh = _other_mesh(param)
     return mesh is not None and len(set(data.ranks).intersection(members_of(mesh))) > 1
 
 
 def _other_mesh(param: Tensor) -> DeviceMesh | None:
-    """The mesh of a DTensor, without the engine's dimensions; None of a plain tensor."""
+    """Returns the mesh of a DTensor without the engine's dimensions; None for a plain tensor."""
     if isinstance(param, FlatDTensor):
         spread = param.flat_placement.spread
         return None if spread is None else spread.mesh
@@ -73,16 +76,19 @@ def _other_mesh(param: Tensor) -> DeviceMesh | None:
 
 
 def choose_written(records: Sequence[ParamRecord], data: Ranks, ranks: Ranks) -> None:
-    """Note from where checkpoints take each parameter, of the ranks that hold the same elements at
-    several places of others' mesh dimensions.
+    """Set ``record.is_written``: whether checkpoints take the elements from this rank.
+
+    Where a parameter is replicated along a mesh dimension that is not the engine's, only the first
+    rank of this dimension writes it.
 
     Args:
-        data: the data-parallel ranks.
-        ranks: all ranks of the model.
+        records: The model's parameters.
+        data: The data-parallel ranks.
+        ranks: All ranks of the model.
     """
     if ranks is data:
         return
-    first = data.device_mesh.ndim  # others' dimensions come after
+    first = data.device_mesh.ndim  # the engine's mesh dimensions are the first ones of the mesh
     coordinate, names = ranks.device_mesh.get_coordinate(), ranks.device_mesh.mesh_dim_names
     assert coordinate is not None
     assert names is not None
@@ -93,7 +99,10 @@ def choose_written(records: Sequence[ParamRecord], data: Ranks, ranks: Ranks) ->
 
 
 def mark_experts(params: Iterable[Tensor], data: Ranks) -> None:
-    """Give DTensors that are cut over data-parallel ranks Megatron-Core's mark of experts."""
+    """Set Megatron-Core's mark of experts, ``allreduce=False``, on DTensor experts.
+
+    These are the DTensors that are sharded over data-parallel ranks.
+    """
     known: dict[DeviceMesh | None, bool] = {}
     for param in params:
         mesh = _other_mesh(param)
@@ -104,10 +113,11 @@ def mark_experts(params: Iterable[Tensor], data: Ranks) -> None:
 
 
 def set_spreads(records: Sequence[ParamRecord]) -> None:
-    """Note how parameters that are DTensors lie.
+    """Record the mesh and the placements of parameters that are DTensors.
 
     Raises:
-        ValueError: a placement is neither ``Shard`` nor ``Replicate``; names the parameter.
+        ValueError: A placement is neither ``Shard`` nor ``Replicate``. The message names the
+            parameter.
     """
     for record in records:
         if isinstance(record.param, DTensor) and not isinstance(record.param, FlatDTensor):

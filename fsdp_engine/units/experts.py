@@ -1,4 +1,4 @@
-"""The places of experts among the experts of all ranks."""
+"""Finds the indices of this rank's experts among the experts of all ranks."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from fsdp_engine.units.plan import is_expert
 def place_experts(
     model: nn.Module, records: Sequence[ParamRecord], data: DataMesh, experts: DataMesh
 ) -> None:
-    """Record for each expert's parameter which of all experts it belongs to. Collective.
+    """Record for each expert parameter to which expert of all ranks it belongs. Collective.
 
     Args:
-        model: before anything is changed.
-        records: its parameters.
-        data: all data-parallel ranks.
+        model: The model, not yet sharded.
+        records: The model's parameters.
+        data: All data-parallel ranks.
         experts: The ranks that have the experts of this rank.
     """
-    # DTensors know their places by themselves.
+    # The placements of a DTensor already define which of all experts a rank holds.
     members = [each for each in records if is_expert(each.param) and each.spread is None]
     names = [record.name for record in members]
     heads: list[Any] = gather_objects((experts.ranks[0], names), data.control_group)
@@ -48,26 +48,28 @@ def place_experts(
 
 
 def _layers(model: nn.Module) -> dict[str, int]:
-    """Modules that hold experts and nothing else, the outermost ones, by name with a dot behind it;
-    how many numbered members each has."""
+    """Returns the outermost modules that hold only experts.
+
+    Keys are their names followed by a dot; values the number of members with a number as name.
+    """
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         params = list(module.parameters())
         if not params or not all(map(is_expert, params)) or any(map(prefix.startswith, found)):
             continue
-        # A module around them all, with nothing else in it, is not yet the layer.
+        # If the only member is a module that is not numbered, that module is the layer.
         while len(members := _members(module)) == 1 and not members[0].isdigit():
             inner = module._modules.get(members[0])
             if inner is None:
-                break  # a tensor of its own
+                break  # the only member is a parameter
             prefix, module = f"{prefix}{members[0]}.", inner
         found[prefix] = sum(each.isdigit() for each in _members(module))
     return found
 
 
 def _members(module: nn.Module) -> list[str]:
-    """Names of parameters and of children that have any."""
+    """Returns the names of a module's own parameters, and of its children with parameters."""
     own = [name for name, param in module._parameters.items() if param is not None]
     children = [
         name

@@ -1,5 +1,7 @@
-"""Functions for the argument ``granule`` of :func:`~fsdp_engine.shard`, for optimizers that need
-more than single elements on one rank."""
+"""Functions for the option ``granule``, for optimizers that need rows or full tensors on one rank.
+
+See ``fsdp_engine.Options``.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +11,25 @@ from torch import Tensor
 
 
 def whole_rows(name: str, param: Tensor) -> int:
-    """A granule that keeps each row of a matrix on one rank: the elements of one index of the first
-    dim. Vectors are cut anywhere.
+    """Returns the granule that keeps each row of a matrix on one rank.
+
+    A row has the elements of one index of the first dim. Vectors are sharded at any element.
 
     Args:
         name: The name of the parameter.
-        param: full parameter, of any shape.
+        param: The full parameter, of any shape.
     """
     return max(math.prod(param.shape[1:]), 1)
 
 
 def whole_tensors(name: str, param: Tensor) -> int:
-    """A granule that keeps each parameter on one rank. Optimizers that step whole parameters then
-    send them only where this makes the steps of ranks equally long.
+    """Returns the granule that keeps each parameter on one rank.
+
+    Optimizers that step full tensors then send tensors to other ranks only to balance the time of
+    the steps over ranks.
 
     Args:
         name: The name of the parameter.
-        param: full parameter, of any shape.
+        param: The full parameter, of any shape.
     """
     return max(param.numel(), 1)

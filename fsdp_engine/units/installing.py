@@ -1,6 +1,6 @@
 """Installs full or sharded parameters in the modules that hold them.
 
-Recurrent modules also keep a list of their weights, which is updated with the parameters.
+Recurrent modules also keep a list of their weights, which is updated together with the parameters.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 
 
 def list_flat_weights(module: nn.RNNBase) -> None:
-    """Let the module's own list hold the weights that the module holds."""
+    """Update a recurrent module's list of weights from its parameters."""
     weights = [getattr(module, name, None) for name in module._flat_weights_names]
-    # In place: entries of units refer to the list.
+    # The list is changed in place because the entries of an Installation refer to it.
     module._flat_weights[:] = weights
-    # By these its forward sees that weights are others than in its list.
+    # With these references its forward detects weights that are not in the list.
     module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in weights]
 
 
 def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
-    """Modules that hold parameters of ``buffers``, each once."""
+    """Returns the modules that hold parameters of ``buffers``, each once."""
     holders = (holder for b in buffers for record in b.records for holder in record.holders)
     return list({id(module): module for module, _ in holders}.values())
 
@@ -36,7 +36,7 @@ def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
 def install_into(
     buffers: Sequence[ParamAndGradBuffer], tensors: Sequence[Sequence[Tensor]]
 ) -> None:
-    """Put ``tensors``, a row for each buffer, into the modules in place of the parameters."""
+    """Install ``tensors``, a row for each buffer, in the modules as their parameters."""
     for buffer, row in zip(buffers, tensors, strict=True):
         for record, tensor in zip(buffer.records, row, strict=True):
             for module, attribute in record.holders:
@@ -47,9 +47,9 @@ def install_into(
 
 @contextmanager
 def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
-    """Context within which modules have no parameters of ``buffers``."""
+    """Remove the parameters of ``buffers`` from the modules within the context."""
     places = [each for buffer in buffers for record in buffer.records for each in record.holders]
-    # Not as the user reads them, who would get the full ones.
+    # WatchedParameters would return the full parameters.
     kept = [dict.get(module._parameters, attribute) for module, attribute in places]
     lists = [
         (module, module._flat_weights, module._flat_weight_refs)
@@ -70,14 +70,16 @@ def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
 def install_where_complete(
     buffers: Sequence[ParamAndGradBuffer], built: dict[tuple[int, str], Tensor]
 ) -> None:
-    """Put the sharded parameters of a unit that was built into the modules, in place of full ones,
-    so that one unit at a time is held twice. A module of which another unit has parameters that
-    have no values yet keeps full ones: it will give itself values once more.
+    """Install the sharded parameters of a unit that was built in its modules.
+
+    The full parameters are thereby freed, so that only one unit at a time is in memory twice. A
+    module with parameters on the meta device, which another unit owns, keeps its full parameters:
+    its ``reset_parameters`` will run once more.
 
     Args:
         buffers: The buffers of the unit.
-        built: sharded parameters of units before, by module and attribute; those of this one are
-            added.
+        built: Sharded parameters of the units built so far, by ``id`` of the module and attribute.
+            The parameters of this unit are added.
     """
     for buffer in buffers:
         for record, sharded in zip(buffer.records, buffer.sharded_params, strict=True):
@@ -90,10 +92,10 @@ def install_where_complete(
 
 
 class WatchedParameters(dict[str, Any]):
-    """A module's parameters, of which some may be read without a call of the module.
+    """The parameters of a module that the model's forward may read without calling the module.
 
-    Reading ``child.weight`` within the model's forward returns the full parameter, which the user's
-    code can pass to any function, also where no tensor's class is dispatched. Reading costs some
+    Reading ``child.weight`` within the model's forward returns the full parameter. User code can
+    pass it to any function, including functions that ignore tensor subclasses. A read costs about
     60 ns more than from a dict.
     """
 
@@ -108,59 +110,62 @@ class WatchedParameters(dict[str, Any]):
 
 
 def watch_reads(buffers: Sequence[ParamAndGradBuffer]) -> None:
-    """Let modules that hold parameters of ``buffers`` tell of reads; before they are installed."""
+    """Make modules with parameters of ``buffers`` return full parameters to reads within forward.
+
+    Must be called before an :class:`Installation` of ``buffers`` is made.
+    """
     for module in holders([buffer for buffer in buffers if not buffer.is_plain]):
         if type(module._parameters) is dict:
             vars(module)["_parameters"] = WatchedParameters(module._parameters)
 
 
 class Installation:
-    """Every place that refers to a parameter of a unit, and which of its two tensors lies there.
+    """Installs the full or the sharded parameters of a unit at every place that refers to them.
 
     Args:
-        buffers: the unit's, whose sharded parameters are put into the modules.
-        label: the unit's, in errors.
+        buffers: The buffers of the unit. Their sharded parameters are installed.
+        label: The name of the unit in errors.
 
     Attributes:
-        is_full: the full parameters are in the modules.
+        is_full: Whether the full parameters are installed.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer], label: str) -> None:
         self.is_full = False
         self._label = label
         entries = _install_table(buffers)
-        # In columns: units may have thousands of places, and each is written four times a step.
+        # Stored by column, so that one pass in C writes all places: a unit may have thousands of
+        # them, and each is written four times a step.
         self._containers = [container for container, _, _, _ in entries]
         self._keys = [key for _, key, _, _ in entries]
         self._full = [full for _, _, full, _ in entries]
         self._sharded = [sharded for _, _, _, sharded in entries]
 
     def install(self) -> None:
-        """Put the full parameters into the modules."""
+        """Install the full parameters in the modules."""
         if not self.is_full:
             self.is_full = True
             self._put(self._full)
 
     def uninstall(self) -> None:
-        """Put the sharded parameters back."""
+        """Install the sharded parameters in the modules."""
         if self.is_full:
             self.is_full = False
             self._put(self._sharded)
 
     def _put(self, tensors: Iterable[Tensor]) -> None:
-        """``tensors`` into all places, in one pass in C."""
+        """Write ``tensors`` to all places, in one pass in C."""
         deque(map(setitem, self._containers, self._keys, tensors), maxlen=0)
 
     def check_not_swapped(self) -> None:
-        """A forward within ``torch.func.functional_call`` is about to put full parameters where the
-        sharded ones are.
+        """Check that the modules have the engine's parameters, before full ones are installed.
 
         Raises:
-            RuntimeError: it has put others there.
+            RuntimeError: ``torch.func.functional_call`` has installed other tensors.
         """
         places = zip(self._containers, self._keys, self._full, self._sharded, strict=True)
         for parameters, name, full, sharded in places:
-            # Not as the user reads it, who would get the full one.
+            # WatchedParameters would return the full parameter.
             is_dict = isinstance(parameters, dict)
             found = dict.__getitem__(parameters, name) if is_dict else parameters[name]
             if found is not sharded and found is not full:
@@ -175,9 +180,10 @@ class Installation:
 def _install_table(
     buffers: Sequence[ParamAndGradBuffer],
 ) -> list[tuple[Any, str | int, Any, Any]]:
-    """Put the sharded parameters into the modules.
+    """Install the sharded parameters, and list every place that refers to one.
 
-    Returns (container, key, full, sharded) for every place that refers to one.
+    Returns:
+        (container, key, full parameter, sharded parameter) for every place.
     """
     install_into(buffers, [buffer.sharded_params for buffer in buffers])
     entries: list[tuple[Any, str | int, Any, Any]] = []
@@ -192,7 +198,7 @@ def _install_table(
             for module, attribute in record.holders:
                 entries.append((module._parameters, attribute, full, sharded))
     for module in _modules_with_flat_weights(buffers):
-        # Weight by weight, since others of the module's may be in another bucket.
+        # The list is filtered because other weights of the module may be in another bucket.
         listed = module._flat_weights
         for place, weight in enumerate(listed):
             if id(weight) in full_of:
@@ -201,5 +207,5 @@ def _install_table(
 
 
 def _modules_with_flat_weights(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.RNNBase]:
-    """Recurrent modules, which compute with a list of weights of their own."""
+    """Returns the recurrent modules with parameters of ``buffers``: they keep a list of weights."""
     return [module for module in holders(buffers) if isinstance(module, nn.RNNBase)]

@@ -1,11 +1,12 @@
-"""Plans the units and flat buffers of a model. Changes nothing, sends nothing.
+"""Plans the units and flat buffers of a model, without changing it and without communication.
 
 ``assignment.py`` assigns parameters to units. Within a unit, parameters of one *kind* share a
-buffer. Parameters outside of units are split into *buckets*, in reverse registration order, in
-which gradients are computed: separate buffers, which are gathered and reduced one by one. If
-parameters are sharded, buckets are buffers of the root unit, because all of them are gathered for
-the root's forward. Otherwise each bucket is a unit of the modules that hold its parameters: its
-gradients are reduced during backward, and its weights are waited for when such a module is called.
+buffer. Parameters outside of units are split into *buckets*: separate buffers, which are gathered
+and reduced one by one. Buckets follow the reverse registration order, in which gradients are
+computed. If parameters are sharded, buckets are buffers of the root unit, because all of them are
+gathered for the root's forward. Otherwise each bucket is a unit of the modules that hold its
+parameters: its gradients are reduced during backward, and the call of such a module waits for the
+weights of this bucket alone.
 """
 
 from __future__ import annotations
@@ -47,43 +48,48 @@ from fsdp_engine.units.assignment import (
 )
 from fsdp_engine.units.dtensors import set_spreads
 
-# Gradients of parameters with these marks are summed over ranks that have other models, shard by
-# shard. The shards of such a parameter are the same on all of them only in a buffer of its own.
+# Megatron-Core sums the gradient shards of parameters with these marks over pipeline stages. The
+# shards of such a parameter have equal ranges on all stages only if it has a buffer of its own.
 _MARKS_OF_SHARED = ("shared_embedding", "position_embedding", "pipeline_parallel")
 
 
 @dataclass(frozen=True)
 class AxisPlan:
-    """The ranks that share parameters, as sizes of their axes, and the levels along those."""
+    """Sizes of the axes of the ranks that share parameters, and the levels along these axes."""
 
     sizes: dict[Axis, int]
     strategy: Strategy
 
     @property
     def num_ranks(self) -> int:
-        """Ranks on both axes."""
+        """The number of ranks on both axes together."""
         return math.prod(self.sizes.values())
 
     def cut(self, axis: Axis) -> int:
-        """Parts that the optimizer state is cut into along ``axis``."""
+        """Returns the number of shards of the optimizer state along ``axis``."""
         return self.sizes[axis] if self.strategy.shards(Role.OPTIM, axis) else 1
 
 
 @dataclass(frozen=True)
 class AxisPlans:
-    """Where parameters are shared: all data-parallel ranks; ``expert``, if given, for experts."""
+    """Axis plans by kind of parameter.
+
+    Attributes:
+        data: The axes of all data-parallel ranks.
+        expert: The axes of the ranks that share an expert, if these are other ranks.
+    """
 
     data: AxisPlan
     expert: AxisPlan | None = None
 
     def of(self, kind: BufferKind) -> AxisPlan:
-        """That of parameters of ``kind``."""
+        """Returns the axis plan of parameters of ``kind``."""
         return self.expert if kind.is_expert and self.expert is not None else self.data
 
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What a plan follows, beside the model."""
+    """The inputs of a plan other than the model: dtypes, options, axes and extensions."""
 
     policy: MixedPrecisionPolicy
     options: Options
@@ -92,14 +98,14 @@ class PlanSettings:
 
     @cached_property
     def rules(self) -> Sequence[CodecRule]:
-        """The codec rules: first those of classes of parameters, last those of the extensions."""
+        """The codec rules. Rules for classes of parameters precede the rules of extensions."""
         given = (rule for each in self.extensions for rule in each.codec_rules)
         return (class_rule(self.extensions), *given)
 
 
 @dataclass(frozen=True)
 class PlannedBuffer:
-    """One buffer to be: its kind, its layout, its parameters, and how its codec is made."""
+    """The plan of one buffer: its kind, its layout, its parameters, and a factory of its codec."""
 
     kind: BufferKind
     layout: Layout
@@ -108,25 +114,25 @@ class PlannedBuffer:
 
     @cached_property
     def codec(self) -> ParamCodec:
-        """A codec of this kind, for its sizes. It belongs to no buffer."""
+        """A codec of this kind that belongs to no buffer. Callers read its sizes."""
         return self.make_codec()
 
 
 def label_of(name: str) -> str:
-    """The name of a unit, or of a module of the model, in messages."""
+    """Returns the name of a unit, or of a module of the model, for messages."""
     return name or "the root module"
 
 
 @dataclass(frozen=True)
 class PlannedUnit:
-    """One unit to be.
+    """The plan of one unit.
 
     Attributes:
-        name: fully qualified names of its modules; "" for the root.
-        modules: whose calls need its parameters.
-        buffers: its parameters, by kind.
-        loose: The modules of the unit beside the model's blocks, so that forwards around them may
-            read their parameters without calling them.
+        name: Fully qualified names of its modules, joined; "" for the root.
+        modules: The modules whose calls need its parameters.
+        buffers: Buffers of its parameters, one or several for each kind.
+        loose: The modules of the unit that are not blocks. Forwards of modules around them may read
+            their parameters without calling them.
     """
 
     name: str
@@ -136,18 +142,18 @@ class PlannedUnit:
 
     @property
     def label(self) -> str:
-        """Its name in messages."""
+        """The name of the unit in messages."""
         return label_of(self.name)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a model that is decided before it is changed.
+    """The units and buffers of a model, before it is changed.
 
     Attributes:
-        units: units to be, the root first.
-        records: its parameters.
-        on_meta: some parameter or buffer is on the meta device.
+        units: The planned units, the root first.
+        records: The model's parameters.
+        on_meta: Whether some parameter or buffer is on the meta device.
     """
 
     units: list[PlannedUnit]
@@ -156,16 +162,16 @@ class Plan:
 
     @property
     def root(self) -> nn.Module:
-        """The model."""
+        """The root module of the model."""
         return self.units[0].modules[0]
 
     @property
     def expected(self) -> Expected:
-        """How the units are expected to be used."""
+        """The expected order of uses of the units."""
         return expect(self.root, [unit.modules for unit in self.units])
 
     def signature(self) -> list[str]:
-        """A line for each parameter, which must be the same on all ranks."""
+        """Returns the lines that must be the same on all ranks, two for each parameter."""
         params = [
             f"{_known_as(record)}: shape {tuple(record.param.shape)}, {record.param.dtype}, "
             f"{'trainable' if record.param.requires_grad else 'frozen'}"
@@ -185,14 +191,14 @@ class Plan:
 def make_plan(
     model: nn.Module, units: UnitSelector | Iterable[UnitSelector] | None, settings: PlanSettings
 ) -> Plan:
-    """Decide which parameter lies where. Changes nothing, sends nothing.
+    """Decide the unit and the offset of each parameter, without changing the model.
 
     Raises:
-        ValueError: units that match nothing, a granule that does not divide its parameter, a
-            model without parameters, uninitialised lazy parameters, parameters that share memory,
-            DTensors with other placements than shards and replicas, experts without ranks of their
-            own, weight gradients put off unasked, or an optimizer that holds the
-            model's parameters already.
+        ValueError: A selector of units matches nothing, a granule does not divide its parameter,
+            the model has no parameters, parameters are lazy or share memory, a DTensor has a
+            placement other than ``Shard`` and ``Replicate``, experts are given without an expert
+            mesh, weight gradients are delayed without the extension for it, or an optimizer already
+            holds parameters of the model.
     """
     records = collect_records(model)
     if not records:
@@ -213,7 +219,7 @@ def plan_units(
     selectors: UnitSelector | Iterable[UnitSelector] | None,
     settings: PlanSettings,
 ) -> list[PlannedUnit]:
-    """Units with their buffers, the root first; see the module docstring."""
+    """Returns the units with their buffers, the root first; see the module docstring."""
     least = settings.options.min_unit_size
     sets = find_units(model, selectors, records)
     if selectors is None:
@@ -230,7 +236,7 @@ def plan_units(
         buffers = plan_buffers(owned[each.name], settings)
         if buffers:
             planned.append(PlannedUnit(each.name, each.modules, buffers, each.loose))
-    # Where their first parameter was registered: the first guess of the order of execution.
+    # Sorted by the registration of their first parameter, the first guess of the execution order.
     places = {record.name: place for place, record in enumerate(records)}
     planned.sort(
         key=lambda unit: min(places[r.name] for each in unit.buffers for r in each.records)
@@ -241,7 +247,10 @@ def plan_units(
 def plan_buffers(
     records: Sequence[ParamRecord], settings: PlanSettings, *, in_buckets: bool = False
 ) -> list[PlannedBuffer]:
-    """Buffers for the parameters of one unit; for those of none, ``in_buckets``."""
+    """Returns the buffers for the parameters of one unit.
+
+    ``in_buckets`` splits them into buckets, for parameters outside of units.
+    """
     groups: dict[BufferKind, list[ParamRecord]] = {}
     makers: dict[BufferKind, Callable[[], ParamCodec]] = {}
     for record in records:
@@ -259,7 +268,7 @@ def plan_buffers(
 def _plan_root(
     model: nn.Module, records: Sequence[ParamRecord], settings: PlanSettings
 ) -> list[PlannedUnit]:
-    """The root's unit, and units for its buckets; see the module docstring."""
+    """Returns the unit of the root, and the units of buckets; see the module docstring."""
     buffers = plan_buffers(records, settings, in_buckets=True)
     is_cut = settings.axis_plans.data.strategy.depth(Role.PARAM) > 0
     if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
@@ -272,7 +281,7 @@ def _plan_root(
 
 
 def _holders(records: Sequence[ParamRecord]) -> list[nn.Module]:
-    """Modules that hold the parameters, each once."""
+    """Returns the modules that hold the parameters, each once."""
     modules = (module for record in records for module, _ in record.holders)
     return list({id(module): module for module in modules}.values())
 
@@ -280,7 +289,7 @@ def _holders(records: Sequence[ParamRecord]) -> list[nn.Module]:
 def _split(
     records: Sequence[ParamRecord], kind: BufferKind, settings: PlanSettings
 ) -> list[list[ParamRecord]]:
-    """Parameters of one kind, in reverse registration order, in buckets."""
+    """Returns buckets of the parameters of one kind, in reverse registration order."""
     backwards = list(reversed(records))
     sizes = [record.param.numel() for record in backwards]
     options = settings.options
@@ -331,13 +340,13 @@ def _kind_of(
     param = record.shard
     policy = settings.policy
     if any(keeps_statistics(module) for module, _ in record.holders):
-        # Batch norm wants weights in the dtype of its running statistics, which no policy casts.
+        # Batch norm needs weights in the dtype of its running statistics, which no policy casts.
         policy = dataclasses.replace(policy, param_dtype=None)
     dtypes = policy.resolve(param, settings.options.sum_in_fp32)
     of_experts = is_expert(param)
     divisor = float(getattr(param, "gradient_divisor", 1.0))
     if of_experts and settings.axis_plans.expert is not None:
-        # An expert's gradient comes from the tokens of all ranks, not of those alone that share it.
+        # An expert gets tokens of all ranks, but only the ranks that share it sum its gradient.
         divisor *= settings.axis_plans.data.num_ranks / settings.axis_plans.expert.num_ranks
     apart = record.name if any(getattr(param, mark, False) for mark in _MARKS_OF_SHARED) else ""
     codec_name, maker = "cast", partial(CastCodec, dtypes.main, dtypes.compute)
@@ -350,25 +359,28 @@ def _kind_of(
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether it is a batch norm that keeps running statistics."""
+    """Returns whether ``module`` is a batch norm that keeps running statistics."""
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 
 def is_expert(param: Tensor) -> bool:
-    """Megatron-Core's mark of parameters that not all data-parallel ranks share."""
+    """Returns whether ``param`` has Megatron-Core's mark of experts, ``allreduce=False``.
+
+    Not all data-parallel ranks share such a parameter.
+    """
     return getattr(param, "allreduce", True) is False
 
 
 def _known_as(record: ParamRecord) -> str:
-    """Its name in the comparison of ranks, which may give experts names of their own."""
+    """Returns the name for the comparison of ranks. The names of experts may differ by rank."""
     return "an expert's parameter" if is_expert(record.param) else record.name
 
 
 def check_record(record: ParamRecord, settings: PlanSettings) -> None:
-    """Whether a unit can have the parameter.
+    """Check that the engine supports the parameter.
 
     Raises:
-        ValueError: it cannot; names it.
+        ValueError: The engine does not support it. The message names the parameter.
     """
     param = record.param
     if isinstance(param, nn.parameter.UninitializedParameter):
@@ -421,8 +433,8 @@ def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
     names = {id(record.param): record.name for record in records}
     for optimizer, param in find_optimizers(names):
         raise ValueError(
-            f"optimizer: expected it to be built after shard(); found a "
-            f"{type(optimizer).__name__} that already holds {names[param]}"
+            f"optimizer: expected it to be built after shard(); found one, "
+            f"{type(optimizer).__name__}, that already holds {names[param]}"
         )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
@@ -86,6 +88,20 @@ def test_a_group_without_parameters_gets_its_hyperparameters_back() -> None:
         load_checkpoint(f"{folder}/{position}", other, loaded)
         for one, two in zip(saved.param_groups, loaded.param_groups, strict=True):
             assert {**one, "params": 0} == {**two, "params": 0}
+
+
+@on_ranks(2)
+def test_state_of_another_program_loads_where_a_scheduler_is_built_already() -> None:
+    """A scheduler adds ``initial_lr`` to the groups, which the other program did not save."""
+    folder = shared_folder()
+    model, engine, first = small(steps=1)
+    state = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, first)}
+    dcp.save(state, checkpoint_id=folder)
+    model, engine, second = small(steps=0)
+    torch.optim.lr_scheduler.LambdaLR(second, lambda step: 0.5)
+    load_checkpoint(folder, engine, second)
+    for one, two in zip(first.state.values(), second.state.values(), strict=True):
+        assert torch.equal(one["exp_avg"].to_local(), two["exp_avg"].to_local())
 
 
 class MyAdamW(torch.optim.AdamW):

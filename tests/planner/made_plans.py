@@ -64,9 +64,9 @@ def words(size: int = 4, sequence: int = LENGTH) -> Tensor:
     return torch.zeros(size, sequence, dtype=torch.long)
 
 
-def quick_plan(*args: Any, seconds: float = math.inf, **options: Any) -> fe.StrategyPlan:
-    """A quick plan of all its candidates; with ``seconds=0`` of the first that fits."""
-    with patch.object(strategy_search, "QUICK_SECONDS", seconds):
+def quick_plan(*args: Any, fitting: float = math.inf, **options: Any) -> fe.StrategyPlan:
+    """A quick plan, up to the last of ``fitting`` candidates that fit; all by default."""
+    with patch.object(strategy_search, "QUICK_FITTING", fitting):
         return fe.plan(*args, quick=True, **options)
 
 

@@ -179,7 +179,7 @@ def test_quick_candidates_are_those_of_level_3_first() -> None:
 def test_a_quick_plan_ends_when_its_time_is_over_and_a_full_one_simulates_the_others(
     simulated: list[Any],
 ) -> None:
-    quick = planned(2.0**30, quick_plan, seconds=0)
+    quick = planned(2.0**30, quick_plan, fitting=1)
     assert [each.candidate.strategy for each in quick.outcomes] == ["optim_grads_params"]
     levels = {"optim_grads_params", "optim", "no_shard"}
     compared = quick.replan(is_compared=True)  # all of them, whatever the time

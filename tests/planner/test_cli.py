@@ -87,7 +87,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
-    monkeypatch.setattr(strategy_search, "QUICK_SECONDS", 600.0)
+    monkeypatch.setattr(strategy_search, "QUICK_FITTING", 600)
     yield tmp_path
     # A loaded file that is newer than the process turns caches of plans off.
     sys.modules.pop("planned_models", None)

@@ -139,7 +139,7 @@ def test_it_is_tried_and_chosen_where_nothing_faster_fits_and_saved(tmp_path: Pa
     with pytest.raises(ValueError, match="every: expected 1 or more; found 0"):
         fe.StrategyPlan.load(path)
     policy = fe.Recompute(policy=[torch.ops.aten.mm.default])
-    planning = planned_deep(checkpointing=(policy,), seconds=0)
+    planning = planned_deep(checkpointing=(policy,), fitting=1)
     assert planning.best["extensions"] == [policy]
     with pytest.raises(ValueError, match="checkpointing: expected a policy of None or 'selective'"):
         planning.save(path)

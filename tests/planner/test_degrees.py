@@ -60,7 +60,7 @@ def only(degree: int) -> fe.StrategyPlan:
 @functools.cache
 def shared() -> fe.StrategyPlan:
     """Level 3 with two context-parallel ranks, on one axis."""
-    return plan(context_parallel=2, meshes=[(WORLD,)], seconds=0)
+    return plan(context_parallel=2, meshes=[(WORLD,)], fitting=1)
 
 
 def degrees_of(planning: fe.StrategyPlan) -> set[int]:
@@ -244,7 +244,7 @@ def test_a_planned_model_trains_on_its_ranks(
 ) -> None:
     options = {"tensor_parallel": degree, "context_parallel": context, "meshes": [sizes]}
     make: Any = plan if case == "llama" else functools.partial(linears, parallelize=cut)
-    make(seconds=0, **options).save(tmp_path / "plan.json")
+    make(fitting=1, **options).save(tmp_path / "plan.json")
     torch.manual_seed(0)
     model = llama() if case == "llama" else Model()
     expected = _trained(model, torch.optim.AdamW(model.parameters()))

@@ -40,7 +40,7 @@ def planned(make: Any = fe.plan, **options: Any) -> tuple[fe.StrategyPlan, list[
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    "quick": {"meshes": [(4,)], "checkpointing": (True,), "make": quick_plan, "seconds": 0},
+    "quick": {"meshes": [(4,)], "checkpointing": (True,), "make": quick_plan, "fitting": 1},
     "slow nodes": {
         "meshes": [(2, 2)],
         "checkpointing": (False,),
@@ -99,7 +99,7 @@ class Uneven(nn.Module):
 
 def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full() -> None:
     options: Any = {"world_size": 2, "machine": DEVICE, "min_unit_size": 0}
-    once = {"meshes": [(2,)], "checkpointing": (False,), "offload": None, "seconds": 0}
+    once = {"meshes": [(2,)], "checkpointing": (False,), "offload": None, "fitting": 1}
     plan = quick_plan(Uneven, torch.zeros(4, 8), **once, **options)
     (level_3,) = plan.outcomes
     assert level_3.candidate.strategy == "optim_grads_params"

@@ -96,7 +96,7 @@ def test_a_row_is_a_quick_simulation_of_the_pipeline(context: int) -> None:
     tokens = llama_batch()["input_ids"]
     each = only(2).outcomes[0]
     if context == 2:
-        planning = plan(pipeline=2, context_parallel=2, meshes=[(2,)], seconds=0)
+        planning = plan(pipeline=2, context_parallel=2, meshes=[(2,)], fitting=1)
         assert "2, CP 2, PP 2" in str(planning)
         (each,) = planning.outcomes
         level = each.candidate.strategy
@@ -173,7 +173,7 @@ def test_rows_of_other_stages_are_not_taken_from_disk(monkeypatch: pytest.Monkey
         (2, {"stage_loss": _loss}),
         (3, {"stages": lambda index, num_stages: stage(0, 1)}),
     ):
-        plan_linears(cache=True, seconds=0, **changes)
+        plan_linears(cache=True, fitting=1, **changes)
         assert len(tried) == count
 
 
@@ -241,7 +241,7 @@ def test_planned_stages_train_on_their_ranks(
 ) -> None:
     """All data-parallel ranks have the same sequences, whole ones."""
     path = str(tmp_path / "plan.json")
-    planning = plan(build, pipeline=2, seconds=0, **options)
+    planning = plan(build, pipeline=2, fitting=1, **options)
     planning.save(path)
     assert fe.StrategyPlan.load(path).outcomes == planning.outcomes
     found = ranks.run(_losses, path, build, world_size=WORLD)

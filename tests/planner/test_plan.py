@@ -153,8 +153,8 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
     chosen, *_ = planned_tightly().outcomes
     assert f"Use {chosen.candidate}: " in text
     lacking = [each for each in planned_tightly().outcomes if not each.fits]
-    nearest = min((e for e in lacking if is_faster(e, chosen)), key=lambda each: each.rate)
-    assert f"The next faster candidate, {nearest.candidate}, is " in text
+    nearest = min((e for e in lacking if is_faster(e, chosen)), key=lambda each: each.lacking)
+    assert f"which do not fit, {nearest.candidate} lacks the least memory: it is " in text
     assert f"the largest part of its memory is {nearest.largest_kind}" in text
     assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
     for row in (line for line in text.splitlines() if ", " in line and "│" in line):
@@ -173,7 +173,7 @@ def test_the_bottleneck_is_named() -> None:
         ("within_node", (WORLD,), "inner link (within a node)"),
     ):
         machine = replace(MACHINE, **{link: SLOW}, ranks_per_node=mesh[-1])
-        found = quick_plan(build, batch, machine=machine, meshes=[mesh], seconds=0, **runs)
+        found = quick_plan(build, batch, machine=machine, meshes=[mesh], fitting=1, **runs)
         assert f"Bottleneck: the {text}" in str(found)
 
 
@@ -317,7 +317,7 @@ REFUSALS = [
 
 
 def test_auto_refuses_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    planning = quick_plan(build, batch, world_size=2, meshes=[(2,)], seconds=0)
+    planning = quick_plan(build, batch, world_size=2, meshes=[(2,)], fitting=1)
     paths = [str(tmp_path / f"{number}.json") for number in range(3)]
     for each, path in zip((planning, planning.within(2.0**10), planned()), paths, strict=True):
         each.save(path)

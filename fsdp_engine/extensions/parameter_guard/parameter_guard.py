@@ -291,8 +291,8 @@ def refuse_replicas(model: nn.Module) -> None:
 def _refuse_deepcopy(memo: Any) -> Any:
     raise RuntimeError(
         "deepcopy: expected a model that is not sharded; found one in the hands of an engine. "
-        "Copy it before shard(), and shard the copy alike (AveragedModel too); or keep the "
-        "average as clones of model.parameters()"
+        "Copy it before shard(), and shard the copy in the same way (AveragedModel, too); for an "
+        "average of the weights use fe.EMA(engine)"
     )
 
 

@@ -1,0 +1,73 @@
+"""Step 3: choose the lowest level that fits a budget of memory."""
+
+import os
+import random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import fsdp_engine as fe
+
+SUMS = [f"{a} + {b} = {a + b}\n" for a in range(100) for b in range(100)]
+random.Random(0).shuffle(SUMS)
+TEXT = torch.tensor(list("".join(SUMS).encode()))  # a token is a byte
+STEPS, LENGTH = 20, 32
+BUDGET = 6  # MiB a rank, without activations
+
+
+class GPT(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [
+            nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True)
+            for _ in range(12)
+        ]
+        self.embedding = nn.Embedding(128, 64)
+        self.positions = nn.Parameter(torch.zeros(LENGTH, 64))
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(64, 128)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH, rows.device)
+        x = self.embedding(rows[:, :-1]) + self.positions
+        for block in self.blocks:
+            x = block(x, mask, is_causal=True)
+        return F.cross_entropy(self.head(x).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def batch(text: torch.Tensor, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)  # a step has the same 16 rows in every run
+    starts = torch.randint(len(text) - LENGTH, (16, 1), generator=generator)
+    return text[starts + torch.arange(LENGTH + 1)]
+
+
+torch.manual_seed(0)
+model = GPT()
+blocks = [nn.TransformerEncoderLayer]
+ranks = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun sets it
+peaks = {}
+for level in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+    estimate = fe.estimate(model, world_size=ranks, strategy=level, units=blocks)
+    peaks[level] = round(estimate.peak_bytes / 2**20, 1)
+chosen = next((level for level in peaks if peaks[level] <= BUDGET), None)
+if chosen is None:
+    raise SystemExit(f"no level fits {BUDGET} MiB a rank: {peaks}")
+engine = fe.shard(model, strategy=chosen, units=blocks)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after shard()
+rank, size, device = engine.mesh.rank, engine.mesh.size, engine.mesh.device
+if rank == 0:
+    print(f"MiB a rank: {peaks}; chosen: {chosen}")
+    print(engine.describe())
+for step in range(1, STEPS + 1):
+    loss = model(batch(TEXT, step)[rank::size].to(device))
+    loss.backward()
+    engine.clip_grad_norm_(1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach() / size
+    dist.all_reduce(mean)
+    if rank == 0 and step % 10 == 0:
+        print(f"step {step}  loss {mean.item():.3f}")
+dist.destroy_process_group()
