@@ -10,8 +10,8 @@ The engine of every rank runs, in a thread of one process (``_clock_of_ranks.py`
 backwards, votes, rounds and the message of the step are those of training. Simulated are times.
 Operations and collectives take those of ``fe.simulate`` (docs/internals/simulation.md), a
 collective begins when all of its ranks have reached it, and a host message is answered ``latency``
-after the last rank has sent it. At the end of a step the host waits for its device, as a loop that logs the loss
-does.
+after the last rank has sent it. At the end of a step the host waits for its device, as a loop that
+logs the loss does.
 
 "all blocks" is a step without ``engine.together()``; it is also the step of ranks that run the
 blocks that they could leave out ("dummy passes"). Within "10 % left out" each rank leaves out each

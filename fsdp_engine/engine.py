@@ -1,4 +1,4 @@
-"""The :class:`Engine` of a sharded model, which :func:`~fsdp_engine.sharding.shard` returns."""
+"""The ``Engine`` of a sharded model, which ``fe.shard`` returns."""
 
 from __future__ import annotations
 
@@ -41,42 +41,44 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Weak both ways: an engine knows its model, and a value that holds its key would never go. The
-# model's hooks keep the engine.
+# Keys and values are weak references: an engine refers to its model, and a value that refers to its
+# key would never be collected. The model's hooks keep the engine alive.
 _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 
 
 class EnginePart(Protocol):
-    """A part of an engine that copies between the device and other places. A seam: extensions add
-    theirs to :attr:`Engine.parts`."""
+    """A part of an engine that copies between the device and other memory, on lanes of its own.
+
+    A seam: extensions append such objects to :attr:`Engine.parts`.
+    """
 
     @property
     def lanes(self) -> Sequence[Lane]:
-        """Its own lanes."""
+        """The lanes of the part."""
 
     def drain(self) -> Sequence[Exception]:
-        """End everything submitted, and drop what an exception has interrupted; what failed is
-        returned, not raised."""
+        """Finish all submitted work, and drop work that an exception has interrupted. Returns the
+        errors of failed work instead of raising them."""
 
 
 class Engine:
-    """The engine of a sharded model. Made by :func:`~fsdp_engine.sharding.shard`.
+    """The engine of a sharded model, which ``fe.shard`` returns.
 
     Attributes:
-        model: the user's module.
-        mesh: the data-parallel ranks.
-        ranks: all ranks of the model: ``mesh``, or more, where parameters are DTensors over other
-            mesh dimensions.
-        strategy: the levels of both axes.
-        options: those that it was made with.
-        policy: the dtypes it was made with.
-        units: its units, the root first.
-        budget: elements to prefetch.
-        staging_budget: staging buffers of gradients that can be in flight.
-        model_part: the part of a larger model that this module is, such as "1 of 4", for the names
-            of checkpoints; "": it is the whole model.
-        communicators, scheduler, reductions, lanes, guard, hooks: its parts, for extensions.
-        parts: objects with lanes of their own: see :class:`EnginePart`.
+        model: The user's module.
+        mesh: The data-parallel ranks.
+        ranks: All ranks of the model. These are the ranks of ``mesh``, and more if parameters are
+            DTensors over other mesh dimensions.
+        strategy: The levels of both axes.
+        options: The options of the engine.
+        policy: The dtypes of the engine.
+        units: The units of the model, the root first.
+        budget: The prefetch window in elements.
+        staging_budget: The limit on staging buffers of gradients in flight.
+        model_part: The part of a larger model that this module is, such as "1 of 4"; it is used in
+            the names of checkpoints. "": the module is the complete model.
+        communicators, scheduler, reductions, lanes, guard, hooks: Internal objects, for extensions.
+        parts: Objects with lanes of their own (``EnginePart``), which extensions add.
     """
 
     def __init__(
@@ -140,19 +142,19 @@ class Engine:
         add_step_listener(self)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute that an extension has: see ``extension_list.py``."""
+        """Returns an attribute that an extension provides. ``extension_list.py`` lists them."""
         found = find("methods", name)
         if found is None:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return found.__get__(self)
 
     def __dir__(self) -> list[str]:
-        """Returns the names of attributes, also of those that extensions have."""
+        """Returns the names of all attributes, including those that extensions provide."""
         return [*super().__dir__(), *names_of("methods")]
 
     def extension(self, kind: Callable[[Engine], T]) -> T:
-        """Returns what an extension keeps for this engine; made by ``kind`` when it is first asked
-        for, then always the same."""
+        """Returns the object that an extension stores in this engine. The first call creates it by
+        ``kind(engine)``; later calls with the same ``kind`` return the same object."""
         if kind not in self._extensions:
             self._extensions[kind] = kind(self)
         found: T = self._extensions[kind]
@@ -160,22 +162,23 @@ class Engine:
 
     @property
     def buffers(self) -> list[ParamAndGradBuffer]:
-        """All buffers of all units."""
+        """The buffers of all units."""
         return [buffer for unit in self.units for buffer in unit.buffers]
 
     @cached_property
     def missing_values(self) -> MissingValues:
-        """The parameters and buffers that have no valid values, because nothing was loaded into
-        them yet or a load failed half way."""
+        """The parameters and buffers of the model that have no valid values, because nothing was
+        loaded into them yet or because a load failed half way."""
         from fsdp_engine.runtime.missing_values import MissingValues
 
         return MissingValues(self.model)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context within which a backward is not the last one of its step.
+        """Returns a context in which a backward is not the last one of its step.
 
-        Gradients are accumulated; they are reduced only along axes that shard them.
+        Within the context, gradients are accumulated. They are reduced only along axes over which
+        gradients are sharded.
         """
         before = self.reductions.sync
         self.reductions.sync = False
@@ -185,43 +188,44 @@ class Engine:
             self.reductions.sync = before
 
     def gather_ahead(self, unit: Unit) -> None:
-        """Issue the gather of a unit before its use. Collective, but within :meth:`together`: there
-        ranks that do not need the unit take part.
+        """Prefetch the parameters of a unit. Collective, except within ``together``: there, ranks
+        that do not need the unit take part without a call.
 
         Args:
-            unit: one of :attr:`units`.
+            unit: One of ``units``.
         """
         self.scheduler.gather_ahead(unit)
 
     def await_ranks(self) -> None:
-        """Within :meth:`together`, take part in the gathers of other ranks until none needs any;
-        elsewhere do nothing. Collective.
+        """Take part in the gathers of other ranks until no rank needs one. Collective. Does nothing
+        outside of ``together``.
 
-        To be called before a collective of the user's own within the context: ``dist.all_reduce``
-        of a metric, ``full_tensor()`` or ``nn.utils.clip_grad_norm_`` of sharded parameters. The
-        engine's own methods, ``even_batches``, optimizer steps and checkpoints call it.
+        Within ``together``, call this before a collective of your own: ``dist.all_reduce`` of a
+        metric, or ``full_tensor()`` or ``nn.utils.clip_grad_norm_`` of sharded parameters. Methods
+        of the engine, ``even_batches``, optimizer steps and checkpoints call it themselves.
 
         Raises:
-            RuntimeError: another rank raised an exception within the context.
+            RuntimeError: Another rank raised an exception within ``together``.
         """
         self.scheduler.await_ranks()
 
     def start_grad_sync(self, *, wait: bool = False) -> None:
-        """Issue the last reductions of the step, unless backward has. Collective.
+        """Issue the last reductions of the step, unless backward has issued them. Collective.
 
         Args:
-            wait: return when they are done.
+            wait: Wait for the reductions before returning.
         """
         self.scheduler.await_ranks()
         self.reductions.start(wait=wait)
 
     def finish_grad_sync(self) -> None:
-        """On return gradients are final: ``.grad`` of sharded parameters. Collective.
+        """Finish the reductions of the step and publish them as ``.grad`` of sharded parameters.
+        Collective.
 
         Raises:
-            RuntimeError: a backward is not over, or modules postponed weight gradients; names the
-                parameters. Or, on all ranks, checks of gradients found a NaN, an infinite or a
-                large value.
+            RuntimeError: A backward has not ended, or modules postponed weight gradients. The
+                message names the parameters. Or, on all ranks, checks of gradients found a NaN, an
+                infinite or a too large value.
         """
         self.scheduler.await_ranks()
         self.reductions.finish()
@@ -231,13 +235,13 @@ class Engine:
         """Issue the gathers of changed weights before the next forward. Collective.
 
         Args:
-            wait: return when they are done.
+            wait: Wait for the gathers before returning.
         """
         self.scheduler.await_ranks()
         self.scheduler.gather_before_forward(wait=wait, sharded=not self.scheduler.ranks_differ)
 
     def wait_for_reductions(self) -> None:
-        """Wait for the reductions in flight; issue none."""
+        """Wait for the reductions in flight, without issuing others."""
         self.reductions.wait()
 
     def wait_for_gathers(self) -> None:
@@ -245,19 +249,19 @@ class Engine:
         self.scheduler.wait_for_gathers()
 
     def zero_grad_buffer(self, *, zero: bool = True) -> None:
-        """Begin a step: gradients are cleared, ``.grad`` is None.
+        """Begin a new step: clear all gradients, and set ``.grad`` to None.
 
         Args:
-            zero: write zeros, too. False: the next gradients overwrite the buffers.
+            zero: Also write zeros into the buffers. False: the next gradients overwrite them.
         """
         self.reductions.clear(zero=zero)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
-        """Multiply all gradients by ``factor`` (a number, or a 0-d tensor), in place."""
+        """Multiply all gradients by ``factor``, a number or a 0-d tensor, in place."""
         self.reductions.scale(factor)
 
     def broadcast_params(self) -> None:
-        """Copy weights from the first rank of each set of replicas to the others. Collective."""
+        """Copy the weights of the first rank of each set of replicas to the others. Collective."""
         self.scheduler.await_ranks()
         for buffer in self.buffers:
             same_on_replicas(buffer)
@@ -269,15 +273,16 @@ class Engine:
         """Scale all gradients so that their norm is at most ``max_norm``. Collective.
 
         Args:
-            max_norm: the largest norm that is not scaled; inf only measures.
-            norm_type: p of the p-norm, or inf.
-            error_if_nonfinite: raise if the norm is NaN or infinite; waits for the device.
+            max_norm: The largest norm that is not scaled. inf: the norm is only computed.
+            norm_type: The p of the p-norm, or inf.
+            error_if_nonfinite: Raise an error if the norm is NaN or infinite. This needs a host
+                sync.
 
         Returns:
-            The norm before clipping: a plain 0-d tensor, the same on every rank.
+            The norm before clipping, a plain 0-d tensor that is equal on all ranks.
 
         Raises:
-            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is True.
             ValueError: ``norm_type`` is not positive.
         """
         self.scheduler.await_ranks()
@@ -291,8 +296,8 @@ class Engine:
         shards = [shard for shard, _ in present]
         group, copies = self._optim_group(), None
         if num_others > 1 or any(buffer.kind.is_expert for buffer in self.buffers):
-            # Ranks hold different experts, or shards of DTensors: the norm is over all of them,
-            # each element counted once.
+            # Ranks hold different experts, or shards of DTensors over other mesh dimensions. The
+            # norm is over all of their elements, and counts each element once.
             group, copies = self.ranks.control_group, [count for _, count in present]
         norm = total_norm(shards, norm_type, group, self.mesh.device, copies)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
@@ -301,10 +306,10 @@ class Engine:
         return norm
 
     def full_tensor(self, name: str) -> Tensor:
-        """The full main weights of one parameter, a copy, on every rank. Collective.
+        """Returns a copy of the full main weights of one parameter, on every rank. Collective.
 
         Raises:
-            KeyError: the model has no parameter of that name.
+            KeyError: The model has no parameter named ``name``.
         """
         self.scheduler.await_ranks()
         for buffer in self.buffers:
@@ -316,16 +321,17 @@ class Engine:
         raise KeyError(f"name: expected a parameter of the model; found {name!r}")
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """The model's ``state_dict`` with full main weights in host memory. Collective.
+        """Returns the model's ``state_dict`` with full main weights in host memory. Collective.
 
-        One unit at a time is full on the device.
+        The weights of one buffer at a time are gathered on the device.
 
         Args:
-            rank0_only: only rank 0 of the mesh keeps the values; others return an empty dict.
+            rank0_only: Only rank 0 of the mesh keeps the values; the others return an empty dict.
 
         Raises:
-            RuntimeError: a load of a checkpoint failed half way.
-            ValueError: a module has another parameter than at ``shard()``; names it.
+            RuntimeError: Parameters have no values, because none were loaded or a load failed half
+                way.
+            ValueError: A module has another parameter than at ``shard()``. The message names it.
         """
         from fsdp_engine.buffers.full_values import full_main, gather_main
 
@@ -333,7 +339,8 @@ class Engine:
         self.check_modules()
         self.scheduler.await_ranks()
         keeps = not rank0_only or self.mesh.rank == 0
-        # By the parameter, too: a module around the model may have state without its own prefix.
+        # Values are stored by name and by the id of the parameter: hooks of a module can change the
+        # keys of its state dict.
         gathered: dict[str | int, Tensor] = {}
         for buffer in self.buffers:
             if self.guard.full_main(buffer, 0) is not None:
@@ -351,7 +358,7 @@ class Engine:
         for key, value in state.items():
             if (found := gathered.get(id(value), gathered.get(key))) is not None:
                 state[key] = found
-            elif isinstance(value, Tensor):  # an extra state may be anything
+            elif isinstance(value, Tensor):  # an extra state may be an object of any type
                 full = value.full_tensor() if isinstance(value, DTensor) else value
                 state[key] = full.detach().cpu().clone()
         return dict(state)
@@ -359,20 +366,20 @@ class Engine:
     def check_modules(self) -> None:
         """Check that the modules have the parameters that they had at ``shard()``, and no others.
 
-        Values that were assigned to known parameters are copied into the shards. Nothing is checked
-        while a forward or backward is running.
+        Values that were assigned to known parameters are copied into the shards. While a forward or
+        backward is running, nothing is checked.
 
         Raises:
-            ValueError: a parameter was added, removed or replaced; names it.
+            ValueError: A parameter was added, removed or replaced. The message names it.
         """
         if self.scheduler.is_at_rest:
             self.guard.check_all()
 
     def reset(self) -> None:
-        """Drop the running forward or backward after an exception; weights are not changed.
+        """Drop the running forward or backward after an exception. Weights are not changed.
 
-        Accumulated gradients are dropped. Every rank must call it, since all of them lost a
-        microbatch.
+        Accumulated gradients are dropped. All ranks must call this method, also those without an
+        exception, because they have to drop the same gradients.
         """
         finish_pending_steps()
         ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]
@@ -382,14 +389,14 @@ class Engine:
         self.scheduler.reset()
 
     def memory_bytes(self, place: str = DEVICE) -> dict[str, int]:
-        """Bytes that the engine holds now on this rank, by role.
+        """Returns the bytes that the engine holds now on this rank, by role.
 
         Args:
-            place: "device": where the engine computes. "host", or another place of extensions:
-                bytes that they hold there, also between steps.
+            place: "device": memory of the device on which the model computes. "host", or another
+                place that an extension adds: bytes that extensions hold there, also between steps.
 
         Raises:
-            ValueError: there is no such place.
+            ValueError: There is no such place.
         """
         if place not in (places := (DEVICE, HOST, *other_places())):
             raise ValueError(f"place: expected one of {places}; found {place!r}")
@@ -404,16 +411,17 @@ class Engine:
 
     @property
     def idle_memory_bytes(self) -> int:
-        """Bytes beside those of :meth:`memory_bytes` that are kept for the next transient storage;
-        they are freed with a step's last backward. 0 on accelerators, whose allocator keeps
-        them."""
+        """Bytes of freed transient storages that are kept for reuse, in addition to the bytes of
+        ``memory_bytes``. They are freed at the end of a step's last backward. 0 on accelerators,
+        whose caching allocator keeps freed memory."""
         return self._memory.idle_bytes
 
     def peak_memory_bytes(self, *, reset: bool = False) -> dict[str, int]:
-        """Most bytes held so far by role, and "total" (of a moment, not a sum of peaks).
+        """Returns the largest number of bytes held so far by each role, and by all roles at one
+        time ("total"). Peaks of roles can be at different times.
 
         Args:
-            reset: restart the peak from the bytes that are allocated now.
+            reset: Restart the peaks from the bytes that are held now.
         """
         ledger = self._memory.ledger
         peak = {role: count for role, count in ledger.peak.items() if count}
@@ -423,48 +431,51 @@ class Engine:
         return peak
 
     def weights_changed(self) -> None:
-        """Mark main weights as changed, so that the next forward sends them, on all ranks.
+        """Mark main weights as changed, so that the next forward gathers them. Call it on all
+        ranks.
 
-        Functions of torch, and collectives on ``param.to_local()``, mark weights by themselves.
-        Call this after other writes: collectives on ``param.local``, kernels of your own, NumPy
-        arrays and DLPack tensors that were taken before the last forward.
+        The engine detects changes by functions of torch, and by collectives on
+        ``param.to_local()``. Call this method after other writes: by collectives on
+        ``param.local``, by your own kernels, or through NumPy arrays and DLPack tensors that were
+        made before the last forward.
         """
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before each step of any optimizer.
+        """Check that ``optimizer`` steps with reduced gradients. Called before each step of any
+        optimizer.
 
         Raises:
-            RuntimeError: it would step with gradients that are not reduced; names the parameter.
+            RuntimeError: A gradient is not reduced. The message names the parameter.
         """
         groups = optimizer.param_groups
         self.reductions.check_step(param for group in groups for param in group["params"])
         if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
-            self.scheduler.await_ranks()  # others may gather these weights
+            self.scheduler.await_ranks()  # other ranks may still gather these weights
         if self.scheduler.before_changes and self.is_stepped_by(optimizer):
             for each in self.scheduler.before_changes:
                 each()
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after each step of any optimizer: main weights count as changed."""
+        """Mark main weights as changed. Called after each step of any optimizer."""
         self.guard.check_optimizer(optimizer)
         for buffer in self.buffers:
-            if buffer.grads is not None:  # no optimizer changes frozen weights
+            if buffer.grads is not None:  # optimizers do not change frozen weights
                 buffer.weights.mark_stale()
         gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
-        if gathers_now or self.scheduler.ranks_differ:  # where not all ranks may have a forward
+        if gathers_now or self.scheduler.ranks_differ:  # some ranks may not run another forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether an optimizer has parameters of this engine."""
+        """Returns whether ``optimizer`` has parameters of this engine."""
         own = self._sharded_ids
         return any(
             id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:
-        """The ranks over which reduced gradients are sharded."""
+        """Returns the group over which reduced gradients are sharded; None: they are not."""
         depth = self.strategy.depth(Role.OPTIM)
         if depth == 0:
             return None
@@ -472,15 +483,16 @@ class Engine:
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """Returns the engine of the model that ``module`` belongs to; None: it is not sharded."""
+    """Returns the engine of the model that contains ``module``; None: it is not sharded."""
     reference = _ENGINES.get(module)
     return reference() if reference is not None else None
 
 
 def engine_within(model: nn.Module) -> str | None:
-    """Returns the name of a module of ``model`` that an engine has already, or None.
+    """Returns the name of a module of ``model`` that already belongs to an engine, or None.
 
-    A module without parameters does not count: models share such modules, as default arguments.
+    Modules without parameters are ignored, because several models may share one (a default
+    argument of a constructor, for example).
     """
     for name, module in model.named_modules():
         if engine_of(module) is not None and has_parameters(module):

@@ -49,8 +49,8 @@ class MixedPrecisionPolicy:
         param_dtype: The dtype in which weights are gathered and used in forward and backward. None:
             the dtype of each parameter, so a module may mix dtypes. Batch norms with running
             statistics always keep their original dtype, which is that of the statistics.
-        reduce_dtype: The dtype in which gradients are summed over ranks. None: the dtype of
-            ``main_grads_dtype``.
+        reduce_dtype: The dtype in which gradients are summed over ranks. None: the dtype in which
+            they are accumulated.
         main_params_dtype: The dtype of the weights that the optimizer updates. None: fp32 for bf16
             and fp16 parameters, otherwise the parameter's dtype. Frozen parameters keep their
             dtype.
@@ -61,8 +61,8 @@ class MixedPrecisionPolicy:
         output_dtype: Floating-point outputs of the root module are cast to this dtype. None: no
             cast.
         cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
-        preserve_fp32_weights: Where ``main_params_dtype`` is None, keep main weights as described
-            there. False: main weights are the compute weights, in the compute dtype.
+        preserve_fp32_weights: Store main weights in the dtype that ``main_params_dtype`` describes.
+            False: where ``main_params_dtype`` is None, main weights are the compute weights.
         own_dtypes: Where ``main_params_dtype`` and ``main_grads_dtype`` are None, store main
             weights and gradients in the parameter's dtype. Where ``reduce_dtype`` is None, sum
             gradients in the compute dtype.

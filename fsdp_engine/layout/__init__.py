@@ -1,4 +1,4 @@
-"""Where elements sit: which part of a flat buffer a tensor has, and which a rank."""
+"""Layouts of flat buffers: the offset of each tensor, and the range of each rank."""
 
 from fsdp_engine.layout.layout import (
     ALIGNMENT,

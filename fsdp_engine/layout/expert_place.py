@@ -1,17 +1,17 @@
-"""Which of all experts a rank holds, whatever number of ranks they are cut over.
+"""Indices of a rank's experts among all experts, and their names in checkpoints.
 
 [Note: Names of experts]
-With expert parallelism over ``size`` ranks, each holds as many experts of a layer, and their
-parameters have the same names on every rank. In checkpoints they have those of one process that
-holds all experts:
+With expert parallelism over ``size`` ranks, each rank holds the same number of experts of a layer,
+and their parameters usually have the same names on every rank. Checkpoints use the names of one
+process that holds all experts, so that they can be loaded with any number of ranks:
 
-    layer of               on rank 1 of 2                   in a checkpoint
+    experts are            on rank 1 of 2                   in a checkpoint
     ====================   ==============================   ==================================
-    modules, two here      experts.0.up.weight              experts.2.up.weight
-    one tensor for all,    experts.weight, shape (2, 8, 4)  experts.weight, shape (4, 8, 4), of
-    two experts here                                        which this rank has the second half
-    modules whose names    experts.2.up.weight              the same
-    tell already
+    modules, two per rank  experts.0.up.weight              experts.2.up.weight
+    one tensor, of two     experts.weight, shape (2, 8, 4)  experts.weight, shape (4, 8, 4), of
+    experts per rank                                        which this rank has the second half
+    modules with global    experts.2.up.weight              the same
+    indices as names
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """One parameter of a layer of experts, or of several experts. See [Note: Names of experts].
+    """The place of one expert parameter among all ranks' experts. See [Note: Names of experts].
 
     Attributes:
-        rank: this rank's number among those that hold different experts.
-        size: how many those are.
-        layer: name of the module that holds this rank's experts, with a dot behind it; "" where
-            names tell already.
-        num_local: experts of modules that a rank holds; 0: they are in one tensor.
-        names: where names tell already, those that ranks have in this one's place.
+        rank: Index of this rank among the ranks that hold different experts.
+        size: Number of these ranks.
+        layer: Name of the module that holds this rank's experts, followed by a dot. "" if names
+            have global indices.
+        num_local: Number of expert modules of a rank. 0: the experts are in one tensor, or names
+            have global indices.
+        names: If names have global indices, the names of the corresponding parameters of all ranks.
     """
 
     rank: int
@@ -41,12 +42,15 @@ class ExpertPlace:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the tensor has a part of the experts, along its first dim."""
+        """Whether the tensor holds several experts, and is sharded over ranks along its first dim.
+        """
         return bool(self.layer) and not self.num_local
 
     def rename(self, name: str, rank: int | None = None) -> str:
-        """A name of this rank's as checkpoints have it; that of another rank's parameter, if
-        ``rank`` says so."""
+        """Returns the name in checkpoints of this rank's parameter ``name``.
+
+        With ``rank``, returns the name of that rank's corresponding parameter.
+        """
         if not self.num_local or not name.startswith(self.layer):
             return name
         number, dot, rest = name[len(self.layer) :].partition(".")
@@ -54,12 +58,12 @@ class ExpertPlace:
         return f"{self.layer}{place}{dot}{rest}"
 
     def all_names(self, name: str) -> list[str]:
-        """What checkpoints have of the parameters that ranks hold in the place of this one."""
+        """Returns the names in checkpoints of all ranks' parameters that correspond to ``name``."""
         if not self.num_local:
             return list(dict.fromkeys((name, *self.names)))
         return [self.rename(name, rank) for rank in range(self.size)]
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the tensor of all experts, of which this rank has one of ``shape``."""
+        """Returns the shape of the tensor of all experts, from the ``shape`` of this rank's."""
         first, *others = shape
         return (first * self.size, *others)

@@ -1,20 +1,20 @@
-"""Where each tensor sits in a flat buffer, and which part of it a rank holds. Pure integers.
+"""The offsets of tensors in a flat buffer, and the range that each rank holds. Pure integers.
 
-A :class:`Layout` is a row of tensors on a line of ``numel`` elements, cut into
+A :class:`Layout` places tensors in a buffer of ``numel`` elements, which is sharded into
 ``inner_size * outer_size`` equal shards:
 
-    |  a  |g|    b    |   c   | tail |        g: a gap, because starts are aligned
-    |     inner 0     |     inner 1     |     depth 1: one part for each inner rank
-    | out 0  | out 1  | out 0  | out 1  |     depth 2: each inner part cut for the outer ranks
+    |  a  |g|    b    |   c   | tail |        g: padding, because starts are aligned
+    |     inner 0     |     inner 1     |     depth 1: one shard for each inner rank
+    | out 0  | out 1  | out 0  | out 1  |     depth 2: inner shards, sharded over outer ranks
 
-Ranges nest ([Note: Depth] in ``strategies/pair.py``), so a tensor that reaches over a boundary is
-simply held in pieces by neighbouring ranks. Nothing here needs a device or a process group, so a
-layout for 4,096 ranks is checked in one process.
+Ranges nest ([Note: Depth] in ``strategies/pair.py``). A tensor with a shard boundary inside is held
+in pieces by neighbouring ranks. Layouts need no device and no process group, so a layout for 4,096
+ranks can be tested in one process.
 
 Worked example: two tensors of shape (10, 7) and (50,), two inner ranks, one outer rank. Starts are
-multiples of 64: the first lies at 0..70, the second at 128..178. Shards are equal and a multiple
-of 64: 178 elements need 2 x 128 = 256. Rank 0 holds [0, 128): all of the first tensor; rank 1
-holds the second. Gaps: 70..128 and 178..256.
+multiples of 64: the first tensor has elements [0, 70), the second [128, 178). Shards are equal and
+a multiple of 64: 178 elements need 2 x 128 = 256. Rank 0 holds [0, 128), all of the first tensor;
+rank 1 holds the second tensor. Padding: [70, 128) and [178, 256).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-# Tensors start, and shards end, on multiples of this many elements: 64 one-byte elements are a
-# cache line, and every rank's part is 16-byte aligned for any dtype and any world size.
+# Tensors start, and shards end, on multiples of this many elements. 64 one-byte elements are a
+# cache line, and every shard is then 16-byte aligned for any dtype and any number of ranks.
 ALIGNMENT = 64
 # Optimizers quantise state in blocks of 256 consecutive elements of tensors of at least 4,096. No
 # shard boundary divides such a block, counted from the tensor's start ([Note: Blocks] in
@@ -34,16 +34,19 @@ MIN_BLOCK_NUMEL = 4096
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """A tensor's place in a flat buffer.
+    """The place of a tensor in a flat buffer.
 
-    ``granule`` elements of it stay together: no shard boundary cuts a granule, counted from the
-    tensor's own start.
+    Attributes:
+        name: Name of the tensor.
+        shape: Its shape.
+        offset: Index of its first element in the buffer.
+        granule: Elements that no shard boundary may separate, counted from the tensor's start.
     """
 
     name: str
@@ -62,7 +65,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class Coordinate:
-    """A rank's place on the two axes."""
+    """The index of a rank along each of the two axes."""
 
     outer: int
     inner: int
@@ -70,14 +73,13 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors on a line of ``numel`` elements, cut for ``inner_size`` x ``outer_size`` ranks.
+    """Tensors in a buffer of ``numel`` elements, sharded over ``inner_size`` x ``outer_size`` ranks.
 
-    The sizes are those of the axes that cut something; an axis on which nothing is cut has size 1
-    here, whatever the mesh says.
+    An axis along which no role is sharded has size 1 here, whatever its size in the mesh.
 
     Raises:
-        ValueError: tensors overlap, are out of order, unaligned or out of bounds; ``numel`` is not
-            divisible into aligned shards; or a shard boundary cuts a granule.
+        ValueError: Tensors overlap, are out of order, unaligned or out of bounds; ``numel`` is not
+            divisible into aligned shards; or a shard boundary is inside a granule.
     """
 
     slots: tuple[TensorSlot, ...]
@@ -117,7 +119,8 @@ class Layout:
         size = self.shard_numel
         first = slot.offset // size + 1
         last = (slot.stop - 1) // size
-        # Cuts lie at first * size, (first + 1) * size, ..., so the first and the step decide.
+        # Boundaries are at first * size, (first + 1) * size, ...: all are multiples of the granule
+        # if the first boundary and the shard size are.
         broken = first <= last and (
             (first * size - slot.offset) % slot.granule or (last > first and size % slot.granule)
         )
@@ -133,22 +136,22 @@ class Layout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements in the smallest shard, the one at depth 2."""
+        """Number of elements in a shard at depth 2, the smallest one."""
         return self.numel // self.num_shards
 
     @property
     def num_tensor_elements(self) -> int:
-        """Elements that belong to a tensor."""
+        """Number of elements that belong to a tensor."""
         return sum(slot.numel for slot in self.slots)
 
     @property
     def padding(self) -> int:
-        """Elements that belong to no tensor: gaps and tail."""
+        """Number of elements that belong to no tensor, those after the last tensor included."""
         return self.numel - self.num_tensor_elements
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """Ranges ``[start, stop)`` that belong to no tensor, the tail included."""
+        """Ranges ``[start, stop)`` of padding between tensors and after the last one."""
         found, end = [], 0
         for slot in self.slots:
             if slot.offset > end:
@@ -159,7 +162,7 @@ class Layout:
         return tuple(found)
 
     def range(self, depth: int, at: Coordinate) -> tuple[int, int]:
-        """The range ``[start, stop)`` that the rank ``at`` holds at ``depth`` (0, 1 or 2)."""
+        """Returns the range ``[start, stop)`` of the rank ``at`` at ``depth`` (0, 1 or 2)."""
         if depth == 0:
             return 0, self.numel
         inner = self.numel // self.inner_size
@@ -171,8 +174,10 @@ class Layout:
         return start, start + size
 
     def boundary_multiple(self, index: int) -> int:
-        """Shard boundaries inside tensor ``index`` lie at multiples of so many of its elements; 0:
-        there are none."""
+        """Returns the greatest common divisor of the shard boundaries inside tensor ``index``.
+
+        Boundaries are counted in elements from the tensor's start. 0: no boundary is inside it.
+        """
         slot, size = self.slots[index], self.shard_numel
         if not slot.numel:
             return 0
@@ -182,9 +187,9 @@ class Layout:
         return math.gcd(first * size - slot.offset, size if last > first else 0)
 
     def tensor_range(self, index: int, depth: int, at: Coordinate) -> tuple[int, int]:
-        """The part ``[start, stop)`` of tensor ``index`` that lies in ``range(depth, at)``.
+        """Returns the elements ``[start, stop)`` of tensor ``index`` within ``range(depth, at)``.
 
-        Counted in the tensor's own row-major elements; ``(k, k)`` when empty.
+        They are counted in row-major order from the tensor's start. ``(k, k)`` if there are none.
         """
         slot = self.slots[index]
         start, stop = self.range(depth, at)

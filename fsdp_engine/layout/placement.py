@@ -1,65 +1,67 @@
-"""Plans layouts: which buffer a tensor lies in, where, and how long the shards are. Pure integers.
+"""Plans layouts: the buffer and the offset of each tensor, and the shard size. Pure integers.
 
-Without granules tensors keep their order, each starts on the next multiple of 64, and shards are
-just long enough: at most 64 elements of padding a rank and 63 a tensor. Where a tensor has 4,096
-elements or more, these numbers are 256.
+Without granules tensors keep their order, each starts on the next multiple of 64, and shards have
+the smallest size that suffices. Padding is at most 64 elements for each rank and 63 for each
+tensor. If a tensor has 4,096 elements or more, it is at most 256 for each.
 
 [Note: Blocks]
 Optimizers with 8-bit and 4-bit state quantise blocks of 256 or 128 consecutive elements of tensors
-of at least 4,096 elements. If no shard boundary divides a block, the optimizer's own step on a
-slice computes the codes and scales of the full tensor, and its bits depend neither on the ranks nor
-on the level. So a tensor of at least 4,096 elements and granule 1 gets granule 256, where its
-buffer is sharded. Larger granules stay as requested.
+of at least 4,096 elements. If no shard boundary is inside a block, the optimizer's own step on a
+slice computes the codes and scales of the full tensor, and its bits depend neither on the number of
+ranks nor on the level. A tensor of at least 4,096 elements and granule 1 therefore gets granule 256
+if its buffer is sharded. Larger granules are used as requested.
 
 [Note: Granule placement]
-A *granule* is a number of elements of a tensor (a row, a block of 128 rows, the whole tensor) that
-no shard boundary may cut. With ``N`` equal shards of ``S`` elements, boundaries lie at multiples
-of ``S``. A buffer costs ``N * S``, so the planner looks for the smallest ``S`` at which everything
-fits. The rule for a tensor depends on the number of boundaries that hit it:
+A *granule* is a number of elements of a tensor (a row, a block of 128 rows, the full tensor) that
+no shard boundary may separate. With ``N`` equal shards of ``S`` elements, boundaries are at
+multiples of ``S``. A buffer takes ``N * S`` elements, so the planner finds the smallest ``S`` at
+which all tensors fit. The rule for a tensor depends on the number of boundaries inside it:
 
-    none   nothing: the tensor lies inside one shard
+    none   no condition: the tensor is inside one shard
     one    its distance from the tensor's start is a multiple of the granule: shift the tensor
     more   the same, and ``S`` itself is a multiple of the granule
 
-Starts and boundaries are multiples of 64 already, so "granule" can be read as *step*, the least
-common multiple of the granule and 64; tensors of one step are a *class*. Granule 1 is step 64,
-for which every rule above holds by itself: such tensors need no special case, they fill gaps.
-Buffers whose steps are all 64 and 256 keep their order, and ``S`` is a multiple of 256.
+Starts and boundaries are multiples of 64 in any case, so the rules use the *step* instead of the
+granule: the least common multiple of the granule and 64. Tensors with the same step form a *class*.
+Granule 1 has step 64, for which the rules always hold: such tensors fill the space between others.
+Buffers in which all steps are 64 or 256 keep their order, and ``S`` is a multiple of 256.
 
-*Which S.* At least the elements divided by ``N``, and at least the largest granule. A tensor of
-more than ``2 S`` elements is hit more than once wherever it lies, so ``S`` is a multiple of the
-steps of all tensors that long. As ``S`` grows they become fewer: ``_shard_sizes`` lists the sizes
-that are left as a few arithmetic progressions. In each, sizes are tried at growing distance until
-one fits, then by bisection back to the first that does.
+*Choice of S.* ``S`` is at least the number of elements divided by ``N``, and at least the largest
+granule. A tensor of more than ``2 S`` elements has several boundaries inside at any offset, so
+``S`` is a multiple of the steps of all tensors that long. With larger ``S`` there are fewer of
+them: ``_shard_sizes`` lists the remaining sizes as a few arithmetic progressions. In each, sizes
+are tried at growing distance until one fits; bisection then finds the first that fits.
 
-*Which place.* At a given ``S``, tensors are placed one by one in the shortest free stretch that
-holds them, at the first start that the rules allow. Three orders are tried: as registered; large
-steps first, since only a change of class wastes anything, less than the step that follows, and
-granule 1 fills it; long tensors first, which packs whole-tensor granules well. The rule in common
-use, ``S`` a multiple of all steps and tensors in order, bounds the search from above.
+*Choice of offsets.* For a given ``S``, tensors are placed one by one in the shortest free range
+that holds them, at the first start that the rules allow. Three orders are tried: the registration
+order; large steps first, because padding is then needed only between classes, less than one step,
+and tensors of granule 1 fill it; large tensors first, which packs full-tensor granules well. The
+rule in common use (``S`` is a multiple of all steps, and tensors are in order) is an upper bound.
 
-*How many buffers.* Where many tensors are long, ``S`` is a multiple of a least common multiple,
-which can be far more than a rank's share. Classes are then better kept in buffers of their own.
-But one buffer more is one collective more in every gather and reduction. The rule: **an extra
-buffer is worth 0.1 % of the unit's elements**. Classes begin in buffers of their own; of all pairs
-of buffers the one is joined whose padded elements plus that price shrink most, until none shrinks.
-The result is compared with one buffer for all. So a buffer that pads at most 0.1 % is never split,
-and a split always pads less than one buffer would. There are never more buffers than classes;
-granule 1 gets its own only where it would lengthen every shard by a step.
+*Number of buffers.* If many tensors are long, ``S`` is a multiple of a least common multiple, which
+can be far more than ``1 / N`` of the elements. Separate buffers for the classes are then better.
+But each additional buffer is an additional collective in every gather and reduction. The rule: **an
+additional buffer has to save 0.1 % of the unit's elements**. At first each class has its own
+buffer. Then the pair of buffers is joined that reduces the padded elements plus this price most,
+until no pair reduces it. The result is compared with a single buffer. Therefore a buffer with at
+most 0.1 % of padding is never split, and a split always has less padding than a single buffer.
+There are never more buffers than classes; granule 1 has its own buffer only if it would lengthen
+every shard by a step.
 
 Worked example, 4 shards: ``a`` (10, 320) and ``b`` (11, 256) with rows as granules, ``c`` (128,)
-without. That is 6,144 elements, 1,536 a shard.
+without. These are 6,144 elements, 1,536 for each shard.
 
 - The rule in common use: ``S`` is a multiple of lcm(320, 256) = 1,280, so 2,560: 67 % padding.
-- Here: below 1,600 ``a`` (3,200) is longer than ``2 S``, and no multiple of 320 lies in
-  1,536..1,599. From 1,600 on nothing is that long. At 1,600 ``a`` lies at 0..3,200, cut after 5
-  rows. ``b`` would start at 3,200, but the cut at 4,800 is 6.25 of its rows away; shifted by 64,
-  to 3,264, it is cut after 6. ``c`` follows at 6,080. So ``S`` is 1,600, which is no multiple of
-  256: 4.2 % padding, and no split saves 0.1 % more.
+- Here: below 1,600 ``a`` (3,200) is longer than ``2 S``, and no multiple of 320 is in [1536, 1600).
+  From 1,600 on no tensor is that long. At 1,600 ``a`` has elements [0, 3200), with a boundary after
+  5 rows. ``b`` would start at 3,200, but the boundary at 4,800 would be after 6.25 of its rows;
+  shifted by 64, to 3,264, it has the boundary after 6 rows. ``c`` follows at 6,080. So ``S`` is
+  1,600, which is no multiple of 256: 4.2 % padding, and no split saves 0.1 % more.
 
-Of the other kind is a block of Llama-3 8B on 1,024 ranks, with rows of 4,096 and 14,336 elements.
-One buffer pads 7.7 %: ``S`` is a multiple of 28,672. Apart, both classes come out even at 38 and 4
-rows a rank. The norms' 8,192 elements would cost every rank a row; with their own, 0.12 % is left.
+A block of Llama-3 8B on 1,024 ranks, with rows of 4,096 and 14,336 elements, is an example of a
+split. A single buffer has 7.7 % of padding: ``S`` is a multiple of 28,672. In separate buffers both
+classes need no padding, with 38 and 4 rows per rank. In one of these, the 8,192 elements of the
+norms would lengthen each shard by a row; with a buffer of their own, 0.12 % of padding remains.
 """
 
 from __future__ import annotations
@@ -81,7 +83,8 @@ from fsdp_engine.layout.layout import (
     round_up,
 )
 
-# An extra buffer has to save this part of a unit's elements: see [Note: Granule placement].
+# The elements that an additional buffer has to save, in percent of the unit's elements: see
+# [Note: Granule placement].
 PERCENT_PER_BUFFER = 0.1
 
 
@@ -90,13 +93,14 @@ class TensorRequest:
     """A tensor to be placed.
 
     Args:
-        name: fully qualified name of the parameter.
-        shape: its shape; 0-d and empty tensors are legal.
-        granule: elements that stay together, counted from the tensor's start in row-major order.
+        name: Fully qualified name of the parameter.
+        shape: Its shape. 0-d and empty tensors are legal.
+        granule: Elements that no shard boundary may separate, counted in row-major order from the
+            tensor's start.
 
     Raises:
-        TypeError: the granule is not an integer.
-        ValueError: the granule is below 1 or does not divide the tensor's elements.
+        TypeError: The granule is not an integer.
+        ValueError: The granule is below 1 or does not divide the number of elements.
     """
 
     name: str
@@ -127,21 +131,21 @@ def plan_layouts(
     percent_per_buffer: float = PERCENT_PER_BUFFER,
     shard_multiple: int = ALIGNMENT,
 ) -> tuple[Layout, ...]:
-    """Layouts, mostly one, that hold every request once; see [Note: Granule placement].
+    """Returns layouts, usually one, that hold every request once; see [Note: Granule placement].
 
-    Depends on the arguments only, so every rank plans the same.
+    The result depends on the arguments only, so all ranks compute the same layouts.
 
     Args:
-        requests: in registration order, which is kept where no tensor has a granule.
-        inner_size: ranks on the inner axis, 1 where nothing is cut along it.
-        outer_size: ranks on the outer axis, 1 where nothing is cut along it.
-        percent_per_buffer: what an extra buffer has to save, in percent of all elements.
-        shard_multiple: elements of a shard are a multiple of it. One that does not divide
-            ``ALIGNMENT`` is the caller's choice of padding: tensors are then kept in order, in
-            one buffer.
+        requests: The tensors in registration order, which is kept if none has a granule.
+        inner_size: Number of ranks on the inner axis, 1 if no role is sharded along it.
+        outer_size: Number of ranks on the outer axis, 1 if no role is sharded along it.
+        percent_per_buffer: Elements that an additional buffer has to save, in percent of all.
+        shard_multiple: The size of a shard is a multiple of it. If it does not divide
+            ``ALIGNMENT``, tensors are placed in order in one buffer.
 
     Raises:
-        ValueError: an axis size is below 1, the price below 0, or two requests have one name.
+        ValueError: An axis size is below 1, ``percent_per_buffer`` is below 0, or two requests have
+            the same name.
     """
     _check_arguments(requests, inner_size, outer_size, percent_per_buffer)
     num_shards = inner_size * outer_size
@@ -159,16 +163,16 @@ def plan_layouts(
 
 
 class _Tensor(NamedTuple):
-    """A request as the search sees it."""
+    """A request with the numbers that the search needs."""
 
-    position: int  # of its request
+    position: int  # index of the request
     numel: int
-    step: int  # lcm of granule and alignment; boundaries that cut the tensor keep to it
+    step: int  # lcm of granule and alignment; boundaries inside the tensor are at multiples of it
     granule: int
 
     @classmethod
     def of(cls, position: int, request: TensorRequest, is_sharded: bool) -> _Tensor:
-        # Nothing cuts an empty tensor, so its granule asks for nothing.
+        # No boundary is inside an empty tensor, so its granule has no effect.
         granule = request.granule if request.numel else 1
         if is_sharded and granule == 1 and request.numel >= MIN_BLOCK_NUMEL:
             granule = BLOCK  # [Note: Blocks]
@@ -176,17 +180,17 @@ class _Tensor(NamedTuple):
 
 
 class _Class(NamedTuple):
-    """Tensors of one step, and all that the choice of ``S`` needs to know of them."""
+    """Tensors of one step, with the numbers from which ``S`` is chosen."""
 
     step: int
     tensors: tuple[_Tensor, ...]
-    num_elements: int  # each tensor rounded up to the alignment
+    num_elements: int  # sum over tensors, each rounded up to the alignment
     longest: int  # elements of the longest tensor
-    granule: int  # the largest
+    granule: int  # the largest granule
 
 
 class _Plan(NamedTuple):
-    """One buffer: elements of a shard, and the offset of each tensor by its request's position."""
+    """One buffer: size and number of shards, and offsets of tensors by the index of the request."""
 
     shard_numel: int
     num_shards: int
@@ -213,7 +217,7 @@ def _check_arguments(
 def _layout(
     requests: Sequence[TensorRequest], plan: _Plan, inner_size: int, outer_size: int
 ) -> Layout:
-    # Empty tensors share their offset with another one and come before it.
+    # An empty tensor may have the same offset as another one, and then precedes it.
     order = sorted(plan.offsets, key=lambda i: (plan.offsets[i], requests[i].numel > 0, i))
     slots = (
         TensorSlot(requests[i].name, requests[i].shape, plan.offsets[i], requests[i].granule)
@@ -223,7 +227,7 @@ def _layout(
 
 
 def _classes(tensors: Sequence[_Tensor]) -> list[_Class]:
-    """Tensors by step, the classes with most elements first."""
+    """Returns the classes of ``tensors``. The class with most elements is the first."""
     by_step: dict[int, list[_Tensor]] = {}
     for tensor in tensors:
         by_step.setdefault(tensor.step, []).append(tensor)
@@ -241,8 +245,11 @@ def _classes(tensors: Sequence[_Tensor]) -> list[_Class]:
 
 
 def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) -> list[_Plan]:
-    """Plans of a grouping of ``classes`` by padded elements and price: classes in buffers of their
-    own are joined, the pair first that saves most, until joining saves nothing."""
+    """Group classes into buffers by their cost, which is padded elements plus a price per buffer.
+
+    At first each class has its own buffer. The pair that saves most is joined, until no pair saves
+    anything.
+    """
     price = percent / 100 * sum(one.num_elements for one in classes)
     groups: dict[tuple[_Class, ...], _Plan] = {(one,): _pack([one], num_shards) for one in classes}
     pairs: dict[tuple[_Class, ...], _Plan] = {}
@@ -256,7 +263,7 @@ def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) 
             apart = cost([groups[first], groups[second]])
             joined = first + second
             if apart - price - _shard_sizes(joined, num_shards)[0][0] * num_shards < max(saved, 0):
-                continue  # a lower bound, without packing
+                continue  # the pair cannot be the best, by a lower bound that needs no packing
             if joined not in pairs:
                 pairs[joined] = _pack(joined, num_shards)
             if apart - cost([pairs[joined]]) > saved:
@@ -272,13 +279,13 @@ def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) 
 
 
 def _shard_sizes(classes: Sequence[_Class], num_shards: int) -> list[range]:
-    """Shard sizes that the longest tensors allow, ascending, up to all elements in one shard."""
+    """Returns the shard sizes that the longest tensors allow, up to all elements, ascending."""
     high = sum(one.num_elements for one in classes)
     share = -(-high // num_shards)
     smallest = round_up(max(share, max(one.granule for one in classes)), ALIGNMENT)
     step, found = ALIGNMENT, []
     for one in sorted(classes, key=lambda one: -one.longest):
-        # From `low` on, neither this class nor those that follow have tensors beyond 2 S.
+        # From `low` on, no tensor of this class or of a later one is longer than 2 S.
         low = max(smallest, -(-one.longest // 2))
         found.append(range(round_up(low, step), high + 1, step))
         high = low - 1
@@ -291,10 +298,10 @@ def _shard_sizes(classes: Sequence[_Class], num_shards: int) -> list[range]:
 
 
 def _pack(classes: Sequence[_Class], num_shards: int) -> _Plan:
-    """The buffer with the smallest shards that the search finds."""
+    """Returns the buffer with the smallest shards that the search finds."""
     tensors = sorted(tensor for one in classes for tensor in one.tensors)
     fallback = _pack_in_order(tensors, num_shards)
-    # Whole steps before others: what follows them needs no shift.
+    # Of one step, tensors whose size is a multiple of it are first: the next one needs no shift.
     orders = (
         tensors,
         sorted(tensors, key=lambda t: (-t.step, t.numel % t.step > 0, -t.numel)),
@@ -311,7 +318,10 @@ def _pack(classes: Sequence[_Class], num_shards: int) -> _Plan:
 def _pack_in_order(
     tensors: Sequence[_Tensor], num_shards: int, shard_multiple: int = ALIGNMENT
 ) -> _Plan:
-    """Tensors in order, each on a multiple of its step, and shards a multiple of all steps."""
+    """Returns a buffer of the tensors in order.
+
+    Each offset is a multiple of the tensor's step, and the shard size is a multiple of all steps.
+    """
     offsets, end = {}, 0
     for tensor in tensors:
         offsets[tensor.position] = round_up(end, tensor.step)
@@ -323,7 +333,7 @@ def _pack_in_order(
 def _first_that_fits(
     orders: Sequence[Sequence[_Tensor]], sizes: range, num_shards: int
 ) -> _Plan | None:
-    """The plan at the first of ``sizes`` that fits, taken that larger ones then fit as well."""
+    """Returns the plan at the smallest size that fits, if all sizes above one that fits do too."""
 
     def attempt(at: int) -> _Plan | None:
         for order in orders:
@@ -350,7 +360,10 @@ def _first_that_fits(
 
 
 def _place(tensors: Sequence[_Tensor], shard_numel: int, num_shards: int) -> dict[int, int] | None:
-    """Offsets by position, each in the shortest free stretch that takes it; None: no room."""
+    """Returns the offset of each tensor by position, or None if the tensors do not fit.
+
+    Each tensor is placed in the shortest free range that holds it.
+    """
     offsets: dict[int, int] = {}
     free = [(shard_numel * num_shards, 0)]  # (length, start), all multiples of the alignment
     for tensor in tensors:
@@ -372,9 +385,10 @@ def _place(tensors: Sequence[_Tensor], shard_numel: int, num_shards: int) -> dic
 
 
 def _first_start(tensor: _Tensor, start: int, shard_numel: int) -> int | None:
-    """The first offset from ``start`` on at which no boundary cuts a granule, if there is one."""
+    """Returns the first offset from ``start`` on at which no boundary is inside a granule, or None.
+    """
     room = shard_numel - start % shard_numel
-    # If neither the rest of this shard nor a whole one will do, no further one will either.
+    # Starts in later shards are like those in the next one, so two shards are enough.
     for begin, before_cut in ((start, room), (start + room, shard_numel)):
         if tensor.numel <= before_cut:
             return begin

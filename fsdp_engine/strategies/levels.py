@@ -14,38 +14,39 @@ gradients at level 2 and above, parameters at level 3.
 
 Level 0, ``no_shard``: nothing is sharded. Plain data parallelism (DDP).
 
-A rank holds every parameter, gradient and optimizer state: for ``P`` elements with compute weights
-of ``p`` bytes, main weights of ``m``, gradients of ``g`` and optimizer state of ``s`` bytes per
-element, ``P(p+m+g+s)``. If main weights are the compute weights, ``m`` is 0.
+Each rank holds all parameters, gradients and optimizer state. For ``P`` elements these are
+``P(p+m+g+s)`` bytes, with ``p`` bytes per element for compute weights, ``m`` for main weights,
+``g`` for gradients and ``s`` for optimizer state. If main weights are the compute weights, ``m`` is
+0.
 
-Once per step gradients are all-reduced, as a reduce-scatter and an all-gather: a rank of ``n``
+Once per step gradients are all-reduced, as a reduce-scatter and an all-gather: each of ``n`` ranks
 sends ``2 P (n-1)/n`` elements. Parameters are not communicated.
 
 Level 1, ``optim``: optimizer state is sharded (ZeRO-1, the "distributed optimizer").
 
-A rank of ``n`` holds all parameters and gradients, and ``1/n`` of the optimizer state and of a
-separate main copy, if there is one: ``P(p + g + (m + s)/n)`` bytes. If main weights have the
+Each of ``n`` ranks holds all parameters and gradients, and ``1/n`` of the optimizer state and of
+separate main weights, if there are any: ``P(p + g + (m + s)/n)`` bytes. If main weights have the
 compute dtype, they are a view of the compute weights and take no memory.
 
-Once per step gradients are reduce-scattered and parameters all-gathered: ``(n-1)/n`` elements
-each, as much as level 0's all-reduce.
+Once per step gradients are reduce-scattered and parameters all-gathered: a rank sends
+``P (n-1)/n`` elements for each, in total as many as for the all-reduce of level 0.
 
 Level 2, ``optim_grads``: optimizer state and gradients are sharded (ZeRO-2).
 
-A rank of ``n`` holds all parameters and ``1/n`` of gradients and optimizer state:
-``P(p + (g + m + s)/n)`` bytes, and temporarily one unit's full gradients.
+Each of ``n`` ranks holds all parameters and ``1/n`` of gradients, main weights and optimizer state:
+``P(p + (g + m + s)/n)`` bytes, and temporarily the full gradients of one unit.
 
-Gradients are reduce-scattered in every microbatch, ``(n-1)/n`` elements, so that no rank keeps full
-ones; parameters are all-gathered once per step.
+Gradients are reduce-scattered in every microbatch, so that no rank keeps full gradients: a rank
+sends ``P (n-1)/n`` elements. Parameters are all-gathered once per step.
 
 Level 3, ``optim_grads_params``: all roles are sharded (ZeRO-3, FSDP).
 
-A rank of ``n`` holds ``1/n`` of all roles, ``P(m + g + s)/n`` bytes, and temporarily the full
-parameters of the unit in use and of prefetched units, and one unit's full gradients.
+Each of ``n`` ranks holds ``1/n`` of all roles, ``P(m + g + s)/n`` bytes, and temporarily the full
+parameters of the unit in use and of prefetched units, and the full gradients of one unit.
 
-Every microbatch gathers parameters once for forward and once for backward (the unit that backward
-needs first is not resharded in between), and reduce-scatters gradients: at most ``3 (n-1)/n``
-elements, 1.5 times as many as level 0.
+In every microbatch parameters are gathered once for forward and once for backward (the unit that
+backward needs first is not resharded in between), and gradients are reduce-scattered. A rank sends
+at most ``3 P (n-1)/n`` elements, 1.5 times as many as at level 0.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from dataclasses import dataclass
 
 
 class Role(enum.IntEnum):
-    """The contents of a flat range; the value is the lowest level that shards it."""
+    """The contents of a flat range. The value is the lowest level that shards the role."""
 
     OPTIM = 1
     GRAD = 2
@@ -71,11 +72,16 @@ class Axis(enum.Enum):
 
 @dataclass(frozen=True)
 class Traffic:
-    """Elements that one rank sends along one axis of ``size`` ranks, per element of a buffer.
+    """Elements that one rank sends along one axis, per element of a buffer.
 
-    ``per_step`` counts communication once per optimizer step, ``per_microbatch`` communication in
-    every forward and backward. Each figure is a factor: multiply it by the buffer's padded number
-    of elements and by the bytes per element that are sent.
+    Bytes are such a factor times the buffer's elements with padding times the bytes of an element
+    that is sent.
+
+    Attributes:
+        params_per_step: Weights, once per optimizer step.
+        params_per_microbatch: Weights, in every forward and backward.
+        grads_per_step: Gradients, once per optimizer step.
+        grads_per_microbatch: Gradients, in every backward.
     """
 
     params_per_step: float
@@ -86,21 +92,21 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Level:
-    """One sharding level on one axis: a name, a value, and its formulas."""
+    """One sharding level along one axis: its name, its value (0 to 3), and its formulas."""
 
     name: str
     value: int
 
     def shards(self, role: Role) -> bool:
-        """Whether this level shards ``role`` along its axis."""
+        """Returns whether this level shards ``role`` along its axis."""
         return self.value >= role
 
     def fraction(self, role: Role, size: int) -> float:
-        """Fraction of ``role`` that a rank holds at rest on an axis of ``size`` ranks."""
+        """Returns the fraction of ``role`` that a rank holds between uses, of ``size`` ranks."""
         return 1.0 / size if self.shards(role) else 1.0
 
     def traffic(self, size: int) -> Traffic:
-        """Communication along an axis of ``size`` ranks; each level's module has the formula."""
+        """Returns the traffic along an axis of ``size`` ranks, by the module docstring's formula."""
         raise NotImplementedError
 
 

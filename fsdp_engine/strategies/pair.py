@@ -8,10 +8,10 @@ is also sharded along the inner axis. A flat buffer therefore has only three ran
     depth 1   this rank's inner shard
     depth 2   this rank's outer shard of its inner shard
 
-each of which contains the next. A strategy is then three integers, the depth of each role, with
+Each range contains the next one. A strategy is then three integers, the depth of each role, with
 ``depth(PARAM) <= depth(GRAD) <= depth(OPTIM)``. From one depth to the next, a tensor is sharded or
 reduce-scattered along one axis (0 -> 1 inner, 1 -> 2 outer); in the other direction it is gathered
-along it. The rest of the engine depends on depths only, not on the strategy.
+along this axis. The rest of the engine depends on depths only, not on the strategy.
 
 Worked example, a buffer of 1024 elements on 2 (outer) x 4 (inner) ranks, HFSDP = (3, 1): the rank
 at outer 1, inner 2 keeps parameters and gradients at depth 1, elements [512, 768), and optimizer
@@ -36,15 +36,15 @@ LEVELS: dict[str, Level] = {
     level.name: level for level in (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
 }
 
-# The axis crossed between depth d and depth d + 1.
+# The axis along which depth d + 1 shards the range of depth d.
 AXIS_BELOW_DEPTH = (Axis.INNER, Axis.OUTER)
 
 
 def level_from_name(name: str, field: str) -> Level:
-    """The level with this name.
+    """Returns the level with this name.
 
     Raises:
-        ValueError: there is no such level; names ``field`` and the valid names.
+        ValueError: There is no such level. The message has ``field`` and the valid names.
     """
     try:
         return LEVELS[name]
@@ -57,7 +57,7 @@ class Strategy:
     """The pair (inner level, outer level).
 
     Raises:
-        ValueError: the outer level is above the inner one.
+        ValueError: The outer level is above the inner one.
     """
 
     inner: Level
@@ -72,29 +72,31 @@ class Strategy:
 
     @classmethod
     def from_names(cls, inner: str, outer: str = "no_shard") -> Strategy:
-        """The strategy of two level names."""
+        """Returns the strategy with levels of these names."""
         return cls(level_from_name(inner, "strategy"), level_from_name(outer, "outer_strategy"))
 
     @staticmethod
     def all_on(num_axes: int) -> list[Strategy]:
-        """The ten strategies on two axes, or the four on one."""
+        """Returns the ten strategies on two axes, or the four strategies on one."""
         return [each for each in ALL_STRATEGIES if num_axes == 2 or each.outer is NO_SHARD]
 
     def on(self, outer_size: int) -> Strategy:
-        """The strategy for an outer axis of ``outer_size`` ranks: ``no_shard`` on an axis of one
-        rank."""
+        """Returns the strategy for an outer axis of ``outer_size`` ranks.
+
+        The outer level of an axis of one rank is ``no_shard``.
+        """
         return self if outer_size > 1 else Strategy(self.inner, NO_SHARD)
 
     def level(self, axis: Axis) -> Level:
-        """The level on ``axis``."""
+        """Returns the level on ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
 
     def shards(self, role: Role, axis: Axis) -> bool:
-        """Whether ``role`` is sharded along ``axis``."""
+        """Returns whether ``role`` is sharded along ``axis``."""
         return self.level(axis).shards(role)
 
     def depth(self, role: Role) -> int:
-        """The number of axes over which ``role`` is sharded: 0, 1 or 2. See [Note: Depth]."""
+        """Returns the number of axes over which ``role`` is sharded, 0 to 2. See [Note: Depth]."""
         return int(self.inner.shards(role)) + int(self.outer.shards(role))
 
     def __str__(self) -> str:

@@ -278,8 +278,8 @@ def agree_on_plan(
     Raises:
         Exception: The error of this rank.
         ValueError: The plans differ; the message names the first parameter that does.
-        RuntimeError: Another rank has an error. The exception has the type of that error, if it is
-            a built-in type.
+        RuntimeError: Another rank has an error. If its type is in
+            :data:`~fsdp_engine.comm.rendezvous.ERROR_KINDS`, that type is raised instead.
     """
     digest = hashlib.sha256("\n".join(signature).encode()).hexdigest()
     note = None if values is None else values.note
