@@ -28,6 +28,7 @@ from fsdp_engine.extras import naming_extra
 from fsdp_engine.integrations.checkpoint_folder import atomic_folder
 from fsdp_engine.integrations.preparation import (
     check_not_stepped,
+    check_num_processes,
     checked_arguments,
     compile_units,
     held_by_name,
@@ -403,6 +404,7 @@ class FSDPEngineAccelerator(Accelerator):
 
     def _check_state(self) -> None:
         """Raise ValueError for unsupported settings."""
+        check_num_processes(self.num_processes, "cpu=True")
         if self.distributed_type not in _TYPES:
             raise ValueError(
                 "distributed_type: expected ranks without another engine; found "

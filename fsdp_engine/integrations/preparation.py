@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -24,6 +26,26 @@ from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.optim.sharded_step import shard_optimizer
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.sharding import WHAT, shard
+
+
+def check_num_processes(found: int, advice: str) -> None:
+    """Check that accelerate counts the ranks of the job.
+
+    Args:
+        found: The number of processes of accelerate.
+        advice: How to make it count the ranks on CPUs.
+
+    Raises:
+        ValueError: It counts other ones. Under torchrun on CPUs it counts a single process unless it
+            is told to use CPUs, so that all ranks would train on the same batches.
+    """
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    expected = dist.get_world_size() if dist.is_initialized() else launched
+    if found != expected:
+        raise ValueError(
+            f"num_processes: expected the {expected} ranks of this job; found {found}, with which "
+            f"all ranks would train on the same batches. On CPUs pass {advice}"
+        )
 
 
 def _check_names(

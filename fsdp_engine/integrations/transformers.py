@@ -39,7 +39,7 @@ from fsdp_engine.integrations.even_loaders import (
     without_samples,
 )
 from fsdp_engine.integrations.loader_steps import length_of
-from fsdp_engine.integrations.preparation import checked_arguments
+from fsdp_engine.integrations.preparation import check_num_processes, checked_arguments
 from fsdp_engine.pretrained.load import load_pretrained
 from fsdp_engine.pretrained.save import save_pretrained
 
@@ -469,6 +469,7 @@ def _check(args: TrainingArguments) -> None:
     for name, reason in ours.items():
         if value := getattr(args, name, None):
             raise ValueError(f"{name}: expected it unset, since {reason}; found {value!r}")
+    check_num_processes(args.world_size, "TrainingArguments(use_cpu=True)")
     if args.n_gpu > 1:
         raise ValueError(
             "devices: expected one process for each, by torchrun or accelerate launch; found one "

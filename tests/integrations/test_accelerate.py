@@ -254,6 +254,7 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(level: str) -> None:
 
     for call, words in (
         (lambda: accelerator(FULL, mixed_precision="fp16"), "mixed_precision: expected 'no' or"),
+        (lambda: accelerator(FULL, cpu=False), "num_processes: expected the 2 ranks of this job"),
         (lambda: Loop("level 3"), "strategy: expected"),
     ):
         with pytest.raises(ValueError, match=words):

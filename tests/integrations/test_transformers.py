@@ -236,6 +236,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "auto_find_batch_size": ({"auto_find_batch_size": True}, {}),
     "save_on_each_node": ({"save_on_each_node": True}, {}),
     "fsdp": ({"fsdp": True}, {}),
+    "num_processes: expected the 2 ranks": ({"use_cpu": False}, {}),
     "shard: expected arguments of": ({}, {"shard": {"level": 3}}),
     "model_in_checkpoints": ({"save_only_model": True}, {"model_in_checkpoints": False}),
 }
