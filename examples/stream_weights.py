@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
-from corpus import BatchPlan, read_corpus
+from corpus import BatchPlan, printable, read_corpus
 from gpt import GPT, GPTConfig
 from settings import LEVELS
 
@@ -97,7 +97,7 @@ def apply(connection: Connection, weights: dict[str, Tensor]) -> bool:
 def written(model: GPT, prompt: Tensor) -> str:
     """What the model adds to a prompt."""
     tokens = model.generate(prompt, 32, 0.8, torch.Generator().manual_seed(0))
-    return bytes(tokens[prompt.numel() :].tolist()).decode(errors="replace")
+    return printable(bytes(tokens[prompt.numel() :].tolist()))
 
 
 # --- the trainer ---

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from corpus import Batch, BatchPlan, Corpus, bigram_cross_entropy, read_corpus
+from corpus import Batch, BatchPlan, Corpus, bigram_cross_entropy, printable, read_corpus
 from curve import Curve, HeldOutRecord, StepRecord, memory_in_use
 from gpt import GPT
 from interruption import Interruption, end_by
@@ -244,7 +244,7 @@ class Job:
         tokens = self.model.generate(
             prompt.to(self.device), settings.sample_bytes, temperature=0.7, generator=generator
         )
-        return bytes(tokens.tolist()).decode("utf-8", errors="replace")
+        return printable(bytes(tokens.tolist()))
 
 
 AnyJob = TypeVar("AnyJob", bound=Job)

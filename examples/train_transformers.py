@@ -21,7 +21,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from corpus import read_corpus
+from corpus import printable, read_corpus
 from fsdp_engine.integrations.transformers import FSDPEngineTrainer
 from settings import LEVELS
 
@@ -129,7 +129,7 @@ def write_text(trainer: FSDPEngineTrainer, start: torch.Tensor, count: int) -> s
             temperature=0.7,
             synced_gpus=False,
         )
-    return bytes(text[0].tolist()).decode("utf-8", errors="replace")
+    return printable(bytes(text[0].tolist()))
 
 
 def run(settings: argparse.Namespace) -> None:

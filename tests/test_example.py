@@ -106,6 +106,12 @@ def test_the_side_of_a_file_does_not_depend_on_the_others() -> None:
     assert corpus.hash_fraction("os.py") == pytest.approx(0.12486373838868839, abs=1e-12)
 
 
+def test_generated_text_has_no_control_characters() -> None:
+    assert (
+        corpus.printable(b"a\tb\n\x1b[2J\x00\xff\xc3\xa9") == "a\ufffdb\n\ufffd[2J\ufffd\ufffd\xe9"
+    )
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.sets(st.text("ab/._ä", min_size=1, max_size=5), min_size=2, max_size=8), st.floats(0, 1))
 def test_neither_side_of_a_split_is_ever_empty(names: set[str], fraction: float) -> None:
