@@ -5,6 +5,7 @@ No parameter is changed before all ranks have agreed on the plan.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -209,6 +210,12 @@ def _planned(given: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
     return found
 
 
+def _lines(name: str, value: Any) -> list[str]:
+    """Returns a line for each field of a dataclass, so that an error names the one that differs."""
+    shown = [each.name for each in dataclasses.fields(value) if each.repr]
+    return [f"{name}.{each}={getattr(value, each)!r}" for each in shown]
+
+
 def _refuse_renormalized_rows(model: nn.Module) -> None:
     """Check that no embedding has ``max_norm``, which renormalizes the rows of each rank's batch.
 
@@ -289,14 +296,14 @@ def make_engine(
         choose_written(plan.records, data, ranks)
         kind = implementation(InitialValues)
         values = kind(setup, choice, from_first=broadcasts)
-        given = [
-            levels,
-            policy,
-            options,
-            initial_values,
+        signature = [
+            f"strategy={levels}",
+            f"initial_values={initial_values!r}",
+            *_lines("mp_policy", policy),
+            *_lines("options", options),
             *(each.signature() for each in extensions),
+            *plan.signature(),
         ]
-        signature = [", ".join(map(str, given)), *plan.signature()]
     except Exception as caught:  # user code (units, granule, codec rules) may raise any exception
         error = caught
     computes_here = data.device.type == "cpu"

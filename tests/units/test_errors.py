@@ -142,6 +142,8 @@ def test_arguments_that_differ_or_are_wrong_on_one_rank_are_refused_on_all() -> 
     model, rank = Transformer(num_blocks=1), dist.get_rank()
     with refused(model, "rank 1", "optim_grads"):
         fe.shard(model, strategy=("optim", "optim_grads")[rank])
+    with refused(model, "rank 0 [options.prefetch_window=0]", "rank 1 [options.prefetch_window=1]"):
+        fe.shard(model, options=fe.Options(prefetch_window=rank))
     with refused(model, "layers.*"):
         fe.shard(model, units=("blocks.*", "layers.*")[rank])
     assert_still_trains(model)
