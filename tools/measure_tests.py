@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("folders", nargs="*")
     parser.add_argument("--coverage", action="store_true")
-    given = parser.parse_args()
+    given = parser.parse_intermixed_args()
     if given.what == "run":
         run(given.folders, coverage=given.coverage)
     else:
