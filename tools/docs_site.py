@@ -36,7 +36,7 @@ REPOSITORY_FILE = {page: file for file, page in ROOT_PAGES.items()}
 PUBLIC_NAMES = {
     "training": (
         "Training",
-        "shard Engine Options MixedPrecisionPolicy EngineExtension Offload Float8 CodecRules "
+        "shard Engine Options MixedPrecisionPolicy EngineExtension CodecRules "
         "shard_optimizer apply_tp_plan register_forward_method whole_rows whole_tensors "
         "FlatDTensor DistributedDataParallel DistributedDataParallelConfig finalize_model_grads "
         "ModelParallelGroups",
@@ -53,12 +53,15 @@ PUBLIC_NAMES = {
         "PipelineSimulation CausalLMStages SimulationError Machine TwoWayLink A100 H100 H200 B200",
     ),
 }
+_NAMES_OF_EXTENSIONS = {
+    f"fsdp_engine.extensions.{each.folder}": list(each.names) for each in EXTENSIONS if each.names
+}
 # Page of the API reference, named fsdp_engine.PAGE there: the modules on it.
 MODULES = {
     "fsdp2": "fsdp_engine.fsdp2",
     "megatron": "fsdp_engine.megatron",
     "pipelining": "fsdp_engine.pipelining",
-    "extensions": " ".join(f"fsdp_engine.extensions.{e.folder}" for e in EXTENSIONS if e.names),
+    "extensions": " ".join(_NAMES_OF_EXTENSIONS),
     "integrations": "fsdp_engine.integrations.transformers fsdp_engine.integrations.accelerate "
     "fsdp_engine.integrations.lightning fsdp_engine.integrations.ray",
     "codecs": "fsdp_engine.codecs",
@@ -193,7 +196,8 @@ def reference_pages() -> Iterator[tuple[str, str]]:
     """
     listed = {name for _, names in PUBLIC_NAMES.values() for name in names.split()}
     exported = set(exported_names("fsdp_engine"))
-    others = set(re.findall(r"import (\w+) as \1\b", _file_of("fsdp_engine").read_text()))
+    others = set(re.findall(r"\b(\w+) as \1\b", _file_of("fsdp_engine").read_text()))
+    others |= {name for each in EXTENSIONS for name in each.names}
     if different := sorted((exported - listed) | (listed - exported - others)):
         raise PluginError(
             "PUBLIC_NAMES of tools/docs_site.py: expected the names of fsdp_engine.__all__; "
@@ -215,7 +219,8 @@ def reference_pages() -> Iterator[tuple[str, str]]:
 
 def _entries(module: str) -> list[str]:
     """The docstring of a module, then its exported names."""
-    if not (names := exported_names(module)):
+    names = exported_names(module) or _NAMES_OF_EXTENSIONS.get(module, [])
+    if not names:
         return [f"\n::: {module}\n"]
     docstring = f"\n::: {module}\n    options:\n      members: false\n"
     return [docstring, *(_entry(module, name) for name in names)]

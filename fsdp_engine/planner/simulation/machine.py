@@ -552,4 +552,7 @@ def _presets() -> dict[str, Machine]:
 
 
 PRESETS = _presets()
-A100, H100, H200, B200 = PRESETS.values()
+A100 = PRESETS["a100"]
+H100 = PRESETS["h100"]
+H200 = PRESETS["h200"]
+B200 = PRESETS["b200"]
