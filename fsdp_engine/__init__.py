@@ -1,4 +1,4 @@
-"""A sharded training engine for PyTorch: one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
+"""A sharded training engine for PyTorch, with one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
 
 import importlib
 import pkgutil
@@ -56,9 +56,10 @@ if TYPE_CHECKING:
     from fsdp_engine.units.granules import whole_rows as whole_rows
     from fsdp_engine.units.granules import whole_tensors as whole_tensors
 
-__version__ = "0.1.0"  # the package's metadata read it here
+__version__ = "0.1.0"  # pyproject.toml reads the version of the package from here
 
-# The other public names, of ``_LAZY_NAMES`` and of extensions, are not imported by ``*``.
+# ``from fsdp_engine import *`` imports these names only. Other public names are in ``_LAZY_NAMES``
+# and in the list of extensions.
 __all__ = [
     "Checkpointer",
     "DistributedDataParallel",
@@ -85,8 +86,8 @@ __all__ = [
     "weight_stream",
 ]
 
-# Public names by module. Each is imported at its first use: the engine needs torch's DTensor, whose
-# import takes a second or two.
+# Public names by module. Each is imported at its first use, because the engine needs torch's
+# DTensor, whose import takes a second or two.
 _LAZY_NAMES = {
     "checkpoint": (
         *("Checkpointer", "LocalCheckpointer", "export_safetensors", "load_checkpoint"),
@@ -123,12 +124,13 @@ _LAZY_NAMES = {
 _LAZY = {name: f"{__name__}.{module}" for module, names in _LAZY_NAMES.items() for name in names}
 _MODULES = {module.name for module in pkgutil.iter_modules(__path__)}
 
-# Deprecated names, with their replacements.
+# Deprecated names and their replacements.
 _RENAMED = {"Planning": "StrategyPlan"}
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the object of a lazy or of a deprecated name, or a module of the package."""
+    """Returns the object of a public or deprecated name, or a module of the package. Imports it at
+    its first use."""
     if name in _LAZY:
         found = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = found
@@ -150,5 +152,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, also those that were not imported yet."""
+    """Returns the public names, including those that were not imported yet."""
     return __all__

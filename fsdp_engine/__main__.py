@@ -1,4 +1,4 @@
-"""The command line ``fsdp-engine``, also as ``python -m fsdp_engine``: plans and checkpoints."""
+"""The command line ``fsdp-engine`` (or ``python -m fsdp_engine``), for plans and checkpoints."""
 
 import sys
 
@@ -8,7 +8,7 @@ from fsdp_engine.planner.planner_cli import app
 
 
 def _with_checkpoints() -> None:
-    """Add the commands for checkpoints, which need torch. Other commands do not import them."""
+    """Add the commands for checkpoints. They need torch, so other commands do not import them."""
     about = "Inspect, verify, export and compare checkpoints."
     commands = typer.Typer(help=about, no_args_is_help=True)
     if sys.argv[1:2] == ["checkpoint"]:
@@ -20,7 +20,7 @@ _with_checkpoints()
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the console script ``fsdp-engine``."""
     app(prog_name="fsdp-engine")
 
 

@@ -1,9 +1,9 @@
 """The accelerator of this process: CUDA, XPU, NPU, HPU, or one of another package.
 
 An accelerator here is a device with streams: submitted work runs later, in the order of its stream.
-The CPU and the meta device are none. The package calls an accelerator by the module that torch
-registers for it. ``memory/cuda.py`` contains everything that only CUDA has, and no other file names
-``torch.cuda``.
+The CPU and the meta device are not accelerators. The package calls an accelerator through the
+module that torch registers for it. ``memory/cuda.py`` contains everything that only CUDA has; no
+other file uses ``torch.cuda``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Returns whether ``device`` runs what the host submits by streams of its own."""
-    # torch.mps has no streams; torch.cpu has stand-ins.
+    """Returns whether ``device`` has streams, on which it runs work that the host has submitted."""
+    # torch.mps has no streams. torch.cpu has a class Stream that does nothing.
     return device.type not in ("cpu", "meta") and hasattr(
         getattr(torch, device.type, None), "Stream"
     )
 
 
 def module_of(device: torch.device) -> Any:
-    """Returns the module that torch registers for ``device``, as ``torch.xpu`` for XPU."""
+    """Returns the module that torch registers for ``device``, such as ``torch.xpu`` for XPU."""
     return torch.get_device_module(device)
 
 
 def current_accelerator() -> torch.device | None:
-    """Returns the accelerator of this process, with its current index; None if there is none."""
+    """Returns the current accelerator of this process, with its index; None if there is none."""
     found = torch.accelerator.current_accelerator()
     if found is None or not is_accelerator(found) or not torch.accelerator.is_available():
         return None
@@ -38,13 +38,13 @@ def current_accelerator() -> torch.device | None:
 
 
 def default_backend(device: torch.device | None) -> str:
-    """Returns the backend that torch.distributed names for ``device``; None: the CPU."""
+    """Returns the default backend of torch.distributed for ``device``, or for the CPU if None."""
     return dist.Backend.default_device_backend_map.get(device.type if device else "cpu", "gloo")
 
 
 def device_type_of(group: dist.ProcessGroup | None = None) -> str:
-    """Returns the type of the device that ``group``, or the default group, is for: the accelerator
-    if its own backend is among the group's, else the CPU."""
+    """Returns the device type of ``group``, or of the default group: that of the accelerator, if
+    the group has the accelerator's default backend, else "cpu"."""
     device = current_accelerator()
     if device is None:
         return "cpu"
@@ -53,6 +53,6 @@ def device_type_of(group: dist.ProcessGroup | None = None) -> str:
 
 
 def forked_generators(device: torch.device) -> AbstractContextManager[None]:
-    """Within it, draws on the CPU and on ``device`` leave no trace in their generators."""
+    """Returns a context that restores the random states of the CPU and of ``device`` at its end."""
     devices: Sequence[torch.device] = [device] if is_accelerator(device) else []
     return torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda")

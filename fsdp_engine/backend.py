@@ -1,8 +1,8 @@
-"""The backend: what an engine runs on.
+"""The backend, which provides the devices and the lanes of an engine.
 
 :class:`Backend` is the hardware of this process: CPUs with gloo, or an accelerator. Another backend
-can take its place for a block of code (:meth:`Backend.used`), whose engines then take their lanes
-from it. The planner has one that advances a clock instead of running work.
+can replace it within a context (:meth:`Backend.used`): engines that are built there take their
+lanes from it. The planner has a backend that advances a clock instead of running work.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ class Backend:
     """The hardware of this process.
 
     Attributes:
-        has_values: tensors have memory and values, and files can be written.
+        has_values: Whether tensors have memory and values, and files can be written.
     """
 
     has_values = True
 
     def runs_ahead(self, device: torch.device) -> bool:
-        """Returns whether the host submits work to ``device``, which runs it later."""
+        """Returns whether ``device`` runs work after the host has submitted it."""
         return is_accelerator(device)
 
     def is_gloo(self, name: str) -> bool:
-        """Returns whether collectives of torch's backend ``name`` are those of gloo."""
+        """Returns whether torch's backend ``name`` has the collectives of gloo."""
         return name == "gloo"
 
     def lanes(self, device: torch.device) -> Any:
-        """Returns an engine's ``Lanes``. None: those of the device."""
+        """Returns the ``Lanes`` of an engine on ``device``; None: the lanes of the device."""
         del device
 
     def other_lanes(self, names: Sequence[str]) -> Any:
-        """Returns lanes of these names beside those of an engine. None: those of the device."""
+        """Returns additional lanes of the given names; None: lanes of the device."""
         del names
 
     def booked_elsewhere(self, tensor: torch.Tensor, place: str) -> None:
-        """Memory is booked at another place than the device, such as "host"."""
+        """Record that ``tensor`` takes memory at another place than the device, such as "host"."""
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Context in which this is the backend of the process."""
+        """Returns a context in which this object is the backend of the process."""
         _BACKENDS.append(self)
         try:
             yield

@@ -33,10 +33,11 @@ def current_arguments(
     """Returns the arguments of :func:`~fsdp_engine.sharding.shard` that replace ``deprecated``.
 
     Args:
-        given: The other arguments. None, or an empty ``extensions``: not given.
-        deprecated: Arguments by name.
+        given: The other arguments by name. A value of None, or an empty ``extensions``, means that
+            the argument was not given.
+        deprecated: The deprecated arguments by name.
         what: The name of the function that the user has called, for messages.
-        stacklevel: Frames from here to the user's call.
+        stacklevel: Number of frames from this function to the user's call.
 
     Raises:
         TypeError, ValueError: An argument is unknown or invalid, or contradicts another one.
@@ -76,16 +77,17 @@ def current_arguments(
 
 
 def replaced(options: Mapping[str, Any], what: str, *, stacklevel: int = 4) -> dict[str, Any]:
-    """Returns ``options`` of :func:`~fsdp_engine.sharding.shard` with the replacements of
-    deprecated ones.
+    """Returns arguments of :func:`~fsdp_engine.sharding.shard` in which deprecated arguments are
+    replaced.
 
     Args:
-        options: By name.
+        options: The arguments by name.
         what: The name of the function that the user has called, for messages.
         stacklevel: See :func:`current_arguments`.
 
     Raises:
-        TypeError, ValueError: See :func:`current_arguments`. Or ``config`` determines the mesh.
+        TypeError, ValueError: See :func:`current_arguments`. Also if ``config`` determines the
+            mesh.
     """
     deprecated = {name: value for name, value in options.items() if name in _REPLACEMENTS}
     if not deprecated:
@@ -101,7 +103,7 @@ def replaced(options: Mapping[str, Any], what: str, *, stacklevel: int = 4) -> d
 
 
 def num_rows_of(deprecated: Mapping[str, Any]) -> int:
-    """Returns the size of the outer axis that ``config`` determines."""
+    """Returns the size of the outer axis that the argument ``config`` determines; 1 without it."""
     return int(getattr(deprecated.get("config"), "num_distributed_optimizer_instances", 1))
 
 
@@ -110,7 +112,7 @@ def _is_default(value: object) -> bool:
 
 
 def _apply_config(found: dict[str, Any], config: Any) -> None:
-    """Replace arguments by those that the fields of ``config`` determine."""
+    """Set the arguments in ``found`` that the fields of ``config`` determine."""
     if not hasattr(config, "to_options"):
         raise TypeError(
             f"config: expected a DistributedDataParallelConfig or None; found {config!r}"
@@ -135,7 +137,7 @@ def _apply_config(found: dict[str, Any], config: Any) -> None:
 def _extensions(
     extensions: list[EngineExtension], deprecated: Mapping[str, Any]
 ) -> list[EngineExtension]:
-    """Returns ``extensions`` with those that other arguments selected."""
+    """Returns ``extensions``, and the extensions that deprecated arguments select."""
     found = list(extensions)
     rules = deprecated.get("codec_rules")
     if rules is not None and (isinstance(rules, str) or not isinstance(rules, Iterable)):
@@ -150,6 +152,6 @@ def _extensions(
 
 
 def _kinds(extensions: list[EngineExtension]) -> set[type]:
-    """Returns the classes of ``extensions`` and of the rules among them."""
+    """Returns the classes of ``extensions``, and of the rules within their ``CodecRules``."""
     rules = [each.rules for each in extensions if isinstance(each, CodecRules)]
     return {type(each) for each in (*extensions, *(rule for found in rules for rule in found))}

@@ -188,8 +188,8 @@ class Engine:
             self.reductions.sync = before
 
     def gather_ahead(self, unit: Unit) -> None:
-        """Prefetch the parameters of a unit. Collective, except within ``together``: there, ranks
-        that do not need the unit take part without a call.
+        """Prefetch the parameters of a unit. Collective, except within ``together``, where ranks
+        that do not need the unit take part without calling this method.
 
         Args:
             unit: One of ``units``.
@@ -339,8 +339,8 @@ class Engine:
         self.check_modules()
         self.scheduler.await_ranks()
         keeps = not rank0_only or self.mesh.rank == 0
-        # Values are stored by name and by the id of the parameter: hooks of a module can change the
-        # keys of its state dict.
+        # Keys are names and ids of parameters: the state dict of a wrapper module may have names
+        # without the prefix of the wrapper.
         gathered: dict[str | int, Tensor] = {}
         for buffer in self.buffers:
             if self.guard.full_main(buffer, 0) is not None:
@@ -378,8 +378,8 @@ class Engine:
     def reset(self) -> None:
         """Drop the running forward or backward after an exception. Weights are not changed.
 
-        Accumulated gradients are dropped. All ranks must call this method, also those without an
-        exception, because they have to drop the same gradients.
+        Accumulated gradients are dropped. Every rank must call this method, also without an
+        exception of its own, because all ranks lose the microbatch.
         """
         finish_pending_steps()
         ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]

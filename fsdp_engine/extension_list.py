@@ -1,12 +1,13 @@
 """The extensions of this package.
 
-An extension is a folder in ``extensions/``, the folder of its tests in ``tests/extensions/``, and a
-line here. It is deleted by deleting these: the rest does not import it, and passes its tests
-(``python -m tools.extensions``). A line says which names the package and the engine have from it.
-They are imported when they are first used.
+An extension consists of a folder in ``extensions/``, a folder of tests in ``tests/extensions/``,
+and an entry in this list. It can be deleted by deleting these three: the rest of the package does
+not import it, and passes its tests without it (``python -m tools.extensions``). The entry lists the
+names that the extension adds to the package and to the engine. They are imported at their first
+use.
 
-An extension meets the kernel at a *seam*: an object that the kernel calls, of which there is a
-plain class and the extension's. ``docs/design.md`` lists the seams.
+The kernel calls an extension at a *seam*: an object for which the kernel has a plain class, and the
+extension another one. ``docs/design.md`` lists the seams.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ class Extension:
 
     Attributes:
         folder: The name of the folder in ``fsdp_engine/extensions/``.
-        names: public names of the package that are imported from the folder.
-        codecs: public names of ``fsdp_engine.codecs`` that are imported from the folder.
-        methods: attributes of :class:`~.engine.Engine` that are imported from the folder: functions
+        names: Public names of the package that are imported from the folder.
+        codecs: Public names of ``fsdp_engine.codecs`` that are imported from the folder.
+        methods: Attributes of :class:`~.engine.Engine` that are imported from the folder: functions
             whose first argument is the engine, and properties.
-        classes: names of classes of the kernel that extensions can replace, and the module and the
-            name of the subclass in the folder: see :func:`implementation`.
-        places: places of memory beside the device and the host, of which
-            :meth:`.Engine.memory_bytes` has the bytes.
-        deprecated: deprecated arguments of ``fe.shard`` that select it, and their replacements. The
-            folder has a function ``from_argument(value)``, which returns the extensions.
-        advice: texts for errors of operations whose names begin so.
-        registers: the folder has a function ``register()``, which is called when the engine's
-            module is imported.
-        files: modules of the package that are part of it, for names that users import from there.
-        words: options and arguments by which users ask for it.
+        classes: Pairs of the name of a class of the kernel, and the module and name of the subclass
+            in the folder that replaces it. See :func:`implementation`.
+        places: Names of other memory than that of the device and the host.
+            :meth:`.Engine.memory_bytes` returns the bytes that are held there.
+        deprecated: Deprecated arguments of ``fe.shard`` that select the extension, and their
+            replacements. ``from_argument(value)`` in the folder returns the selected extensions.
+        advice: Pairs of the beginning of an operation's name, and a text for errors of operations
+            with such a name.
+        registers: Whether the folder has a function ``register()``, which is called when the
+            module ``engine`` is imported.
+        files: Modules outside of the folder that belong to the extension, because users import
+            names from them.
+        words: Options and arguments by which users select the extension.
     """
 
     folder: str
@@ -146,7 +149,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     ),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
-    # Before "tensor_hooks": its tensor classes can have such hooks, too.
+    # This entry precedes "tensor_hooks", since its tensor classes can have such hooks, too.
     Extension(
         "transformer_engine",
         names=("TransformerEngine",),
@@ -181,7 +184,7 @@ _CLASS_OF_NAME = {
 
 
 def names_of(kind: str) -> Iterator[str]:
-    """Returns the names that extensions have.
+    """Returns the names of one kind that extensions provide.
 
     Args:
         kind: A field of :class:`Extension`: "names", "codecs" or "methods".
@@ -190,10 +193,10 @@ def names_of(kind: str) -> Iterator[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """Returns the object of a name; None: no extension has it.
+    """Returns the object that an extension provides under a name; None: no extension does.
 
     Args:
-        kind: See :func:`names_of`.
+        kind: The kind of the name, see :func:`names_of`.
         name: The name.
     """
     folder = _FOLDERS[kind].get(name)
@@ -201,12 +204,12 @@ def find(kind: str, name: str) -> Any:
 
 
 def find_name(name: str) -> Any:
-    """Returns the object of a public name of the package; None: no extension has it."""
+    """Returns the object of a public name of the package; None: no extension provides it."""
     return find("names", name)
 
 
 def other_places() -> Iterator[str]:
-    """Returns the places of memory that extensions have beside the device and the host."""
+    """Returns the names of memory that extensions use in addition to the device and the host."""
     return (place for each in EXTENSIONS for place in each.places)
 
 
@@ -221,7 +224,7 @@ def from_deprecated(argument: str, value: object) -> list[Any]:
 
     Args:
         argument: A key of :func:`deprecated_arguments`.
-        value: Its value.
+        value: The value of the argument.
 
     Raises:
         TypeError, ValueError: The value is not valid.
@@ -232,13 +235,13 @@ def from_deprecated(argument: str, value: object) -> list[Any]:
 
 
 def advice_for(operation: str) -> str:
-    """Returns the advice of extensions for the error of an operation of this name."""
+    """Returns the advice of extensions for errors of the operation named ``operation``."""
     known = chain.from_iterable(each.advice for each in EXTENSIONS)
     return " ".join(text for start, text in known if operation.startswith(start))
 
 
 def implementation(plain: type[T]) -> type[T]:
-    """Returns the class that stands at a seam: that of an extension, else ``plain``."""
+    """Returns the class to use at a seam: the subclass of an extension, else ``plain``."""
     module, _, name = _CLASS_OF_NAME.get(plain.__name__, "").rpartition(".")
     if not module:
         return plain
@@ -247,15 +250,16 @@ def implementation(plain: type[T]) -> type[T]:
 
 
 def find_module(path: str, needed_by: str | None = None) -> Any:
-    """Returns a module of an extension, for interfaces that use more of it than its names; None:
-    there is no such extension.
+    """Returns a module of an extension, for code that uses more than the names in the list; None:
+    the package does not have the extension.
 
     Args:
-        path: such as "conversion.dtype_conversion".
-        needed_by: an argument whose value needs the extension.
+        path: The path of the module within ``extensions/``, such as "conversion.dtype_conversion".
+        needed_by: The name of an argument whose value needs the extension. None: the extension is
+            optional.
 
     Raises:
-        ValueError: The value needs an extension that is not there.
+        ValueError: ``needed_by`` is given, and the package does not have the extension.
     """
     folder = path.partition(".")[0]
     if any(each.folder == folder for each in EXTENSIONS):
@@ -269,7 +273,7 @@ def find_module(path: str, needed_by: str | None = None) -> Any:
 
 
 def register() -> None:
-    """Let extensions register what the kernel calls, before the first engine is built."""
+    """Let extensions register the objects that the kernel calls, before an engine is built."""
     for each in EXTENSIONS:
         if each.registers:
             importlib.import_module(f"{_FOLDER}.{each.folder}").register()

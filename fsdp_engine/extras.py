@@ -1,7 +1,7 @@
-"""Optional packages, and the extra of this project that installs each.
+"""Optional packages, and the extra of this project that installs each of them.
 
-Training imports torch only; checkpoints import numpy and crc32c too, which are dependencies. A
-module that needs another package imports it within :func:`naming_extra`.
+Training imports torch only. Checkpoints also import numpy and crc32c, which are dependencies. A
+module that needs an optional package imports it within :func:`naming_extra`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Top-level package: extra of pyproject.toml.
+# Maps the name of a top-level package to an extra of pyproject.toml.
 EXTRAS = {
     "accelerate": "transformers",
     "lightning": "lightning",
@@ -23,10 +23,11 @@ EXTRAS = {
 
 @contextmanager
 def naming_extra() -> Iterator[None]:
-    """Adds the command that installs a missing package to the error of its import.
+    """Returns a context that adds the command to install a missing package to its import error.
 
     Raises:
-        ModuleNotFoundError: an import of a package in ``EXTRAS`` failed within the context.
+        ModuleNotFoundError: An import within the context failed. If the package is in ``EXTRAS``,
+            the message contains the command.
     """
     try:
         yield

@@ -1,7 +1,8 @@
-"""The hardware of this process, for measurements of the operations that engines run.
+"""The hardware of this process, on which the operations of engines are measured.
 
-Copies between a device and pinned host memory are those of the engine's lanes, and collectives are
-those of its communicators. The planner's ``calibrate`` measures machines by them.
+Measurements use the same lanes for copies between a device and pinned host memory, and the same
+communicators for collectives, as an engine. The planner's ``calibrate`` measures machines with
+this module.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ Action = Callable[[], object]
 
 
 class Hardware:
-    """A device, and the ranks that measure it at the same time.
+    """The device of this process, and the ranks that measure their devices at the same time.
 
     Args:
-        device: the device.
-        mesh: the ranks: nodes on the outer axis, ranks of a node on the inner one. None: this
+        device: The device of this process.
+        mesh: The ranks: nodes on the outer axis, ranks of a node on the inner one. None: this
             process alone.
     """
 
@@ -42,16 +43,16 @@ class Hardware:
 
     @classmethod
     def of_process(cls) -> Hardware:
-        """The device of this process among all ranks."""
+        """Returns the hardware of this process alone, with its device."""
         return cls(device_of(None))
 
     @classmethod
     def of_all_ranks(cls, num_nodes: int, what: str) -> Hardware:
-        """The hardware of all ranks, with this rank's device. Collective.
+        """Returns the hardware of all ranks, with this rank's device. Collective.
 
         Args:
-            num_nodes: nodes, each with the same number of consecutive ranks.
-            what: the operation, for error messages.
+            num_nodes: Number of nodes. Each has the same number of consecutive ranks.
+            what: The name of the operation, for error messages.
         """
         if not dist.is_initialized():
             init_from_environment(what)
@@ -65,28 +66,28 @@ class Hardware:
 
     @property
     def ranks_per_node(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks of a node."""
         return 1 if self._mesh is None else self._mesh.inner.size
 
     @property
     def num_nodes(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return 1 if self._mesh is None else self._mesh.outer.size
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """The number of this rank in the mesh."""
         return 0 if self._mesh is None else self._mesh.rank
 
     def agree(self, value: float) -> float:
-        """Returns the maximum over all ranks."""
+        """Returns the maximum of ``value`` over all ranks. Collective."""
         if self._mesh is None:
             return value
         found = allocator.zeros(1, torch.float64, self.device).fill_(value)
         return float(all_reduce_(found, self._mesh.control_group, "max"))
 
     def seconds(self, action: Action) -> float:
-        """Returns the time that the device works on what ``action`` submits."""
+        """Returns the seconds that the device takes for the work that ``action`` submits."""
         if not self.is_host:
             return device_seconds(self.device, action)
         start = time.perf_counter()
@@ -94,23 +95,25 @@ class Hardware:
         return time.perf_counter() - start
 
     def finish(self) -> None:
-        """Wait for what the device was given."""
+        """Wait until the device has finished all submitted work."""
         finish_compute(self.device)
 
     def gather(self, axis: Axis) -> Callable[[Tensor], Iterator[Sequence[Any]]] | None:
-        """Returns the all-gather, in place, of the ranks of one axis; None: the axis has one rank.
+        """Returns the in-place all-gather over the ranks of one axis; None: the axis has one rank.
 
-        All rows or columns gather at once. The result yields the works to wait for.
+        All groups of the axis gather at the same time. The result is an operation of a lane: a
+        generator that yields the works to wait for.
         """
         group = None if self._mesh is None else self._mesh.axis(axis).gather_group
         return None if group is None else Communicator(group, self.device).all_gather
 
     def host_copies(self, num_bytes: int, small: int) -> dict[str, Action]:
-        """Returns copies between an accelerator and pinned host memory: "into" the device, "out" of
-        it, "both" at once, and a "small" one.
+        """Returns functions that copy between an accelerator and pinned host memory, by name:
+        "into" the device, "out" of the device, "both" at the same time, and "small" (into it).
 
         Args:
-            num_bytes, small: sizes of copies.
+            num_bytes: Size of each copy.
+            small: Size of the copy "small" in bytes.
         """
         compute = make_lanes(self.device).compute
         lane_in, lane_out = make_copy_lanes(self.device, "state")
@@ -134,6 +137,6 @@ class Hardware:
 
 
 def _copied(target: Tensor, source: Tensor) -> Steps:
-    """The operation of a lane that copies a tensor."""
+    """Copy ``source`` to ``target``. An operation of a lane."""
     target.copy_(source, non_blocking=True)
     yield from ()

@@ -1,12 +1,12 @@
-"""The package as the planner uses it.
+"""The names of the kernel that the planner uses.
 
-Simulations and formulas use these names and no others, so that they do not depend on how the kernel
-is divided into files. ``tests/test_architecture.py`` checks it. The names are:
+The planner imports no others, so that it does not depend on how the kernel is divided into files.
+``tests/test_architecture.py`` checks this. The names are:
 
-- what a simulation replaces: the backend, with its lanes and allocations; and what a measurement
-  runs on, the hardware;
-- arguments of :func:`~fsdp_engine.shard`, engines, and functions that make them;
-- results without ranks: plans, whose units have sizes, and the formulas of strategies;
+- the backend with its lanes and allocations, which a simulation replaces, and the hardware, on
+  which measurements run;
+- arguments of :func:`~fsdp_engine.shard`, engines, and functions that build them;
+- results that need no ranks: plans, whose units have sizes, and the formulas of strategies;
 - extensions by name.
 """
 
@@ -48,15 +48,15 @@ T = TypeVar("T")
 
 
 def checked_arguments(given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Returns arguments of :func:`shard` with the replacements of deprecated ones.
+    """Returns checked arguments of :func:`shard`, in which deprecated arguments are replaced.
 
     Args:
-        given: By name.
+        given: The arguments by name.
         what: The name of the function that the user has called, for messages.
 
     Raises:
-        TypeError, ValueError: A deprecated argument is invalid, or ``mp_policy``, ``options`` or
-            ``extensions`` are.
+        TypeError, ValueError: A deprecated argument, ``mp_policy``, ``options`` or ``extensions``
+            is invalid.
     """
     found = replaced(given, what, stacklevel=5)
     check_policy_and_options(found.get("mp_policy"), found.get("options"))
@@ -69,12 +69,13 @@ def on_all_ranks(what: str, function: Callable[[int], T], note: Callable[[T], st
     """Call a function on all ranks, and wait until each of them has called it. Collective.
 
     Args:
-        what: the operation, for error messages.
-        function: takes the number of ranks.
-        note: returns a text that must be equal on all ranks.
+        what: The name of the operation, for error messages.
+        function: The function, which is called with the number of ranks.
+        note: Returns a text for the result of ``function``. It must be equal on all ranks.
 
     Raises:
-        Exception: an error of ``function``; on the other ranks, see :func:`~.rendezvous.meet`.
+        Exception: The error that ``function`` raised on this rank. For the errors of the other
+            ranks see :func:`~.rendezvous.meet`.
     """
     with reporting(what, ranks := ranks_that_meet(None)):
         found = function(len(ranks))
@@ -92,17 +93,17 @@ def unchecked_plan(
     options: Options | None = None,
     extensions: Sequence[EngineExtension] = (),
 ) -> tuple[Plan, PlanSettings]:
-    """The plan of a model that is not trained, whose values and optimizers are not checked, and
-    what it follows.
+    """Returns the plan of a model that is not trained, and the settings of the plan. The values of
+    parameters, and optimizers, are not checked.
 
     Args:
-        model: on any device.
-        sizes: ranks on each axis, which need not exist.
-        strategy: the levels.
-        units, mp_policy, options, extensions: see :func:`~fsdp_engine.shard`.
+        model: The model, on any device.
+        sizes: Number of ranks on each axis. These ranks need not exist.
+        strategy: The levels of both axes.
+        units, mp_policy, options, extensions: See :func:`~fsdp_engine.shard`.
 
     Raises:
-        ValueError: units or a granule are invalid, or the model has no parameters.
+        ValueError: ``units`` or a granule is invalid, or the model has no parameters.
     """
     policy = mp_policy or MixedPrecisionPolicy()
     axes = AxisPlans(AxisPlan(sizes, strategy))

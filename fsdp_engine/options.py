@@ -68,8 +68,8 @@ class Options:
         granule: ``granule(name, parameter)`` returns the number of consecutive elements that must
             be on one rank. It must divide the number of elements of the parameter.
         pad_shards: Pad each rank's shard of a flat buffer to a multiple of 2^16 elements.
-        sum_in_fp32: Send gradients of bf16 and fp16 parameters in the parameter's dtype. The
-            receiving rank sums them in fp32.
+        sum_in_fp32: Where the compute dtype is bf16 or fp16, send gradients in that dtype, and sum
+            them in fp32 on the receiving rank.
         average_in_collective: The collective averages gradients. False: gradients are scaled while
             they are copied into the buffer, and the collective sums them. The result is the same.
         scale_while_copying: Scale gradients while they are copied into the buffer. False: scale

@@ -1,4 +1,4 @@
-"""Stages of ``torch.distributed.pipelining`` whose modules are sharded."""
+"""``PipelineStage``, a stage of ``torch.distributed.pipelining`` whose module is sharded."""
 
 from fsdp_engine.extensions.pipelines.pipeline_stage import PipelineStage
 

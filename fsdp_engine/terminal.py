@@ -1,6 +1,6 @@
 """Formatting of numbers and tables for command lines.
 
-Only functions that print tables import rich, because training must not depend on it.
+Only the functions that print tables import rich, because training must not depend on it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ class Column:
     """A column of a table that can be fitted to a terminal.
 
     Attributes:
-        name: the heading.
-        cells: texts with rich's markup, one for each row.
-        is_number: align to the right.
-        drop: in which order columns are left out; 0: never.
-        fold: in which order columns are folded, together with those of the same number; 0: never.
-        folded: name and cells of the folded column.
+        name: The heading of the column.
+        cells: Texts with rich's markup, one for each row.
+        is_number: Whether cells are aligned to the right.
+        drop: Position in the order in which columns are left out. 0: the column is never left out.
+        fold: Position in the order in which columns are folded; columns with the same number are
+            folded together. 0: the column is never folded.
+        folded: Name and cells of the folded column.
     """
 
     name: str
@@ -41,7 +42,7 @@ class Column:
 
     @property
     def width(self) -> int:
-        """Columns of the terminal with padding and a border."""
+        """Width in characters, including padding and a border."""
         from rich.text import Text
 
         texts = [Text(self.name), *map(Text.from_markup, self.cells)]
@@ -53,9 +54,9 @@ class Fitted:
     """Columns that fit a terminal.
 
     Attributes:
-        columns: those that are left.
-        left_out: names of the others.
-        folded: names of those that are folded.
+        columns: The columns that are printed.
+        left_out: Names of the columns that are left out.
+        folded: Names of the columns that are folded.
     """
 
     columns: tuple[Column, ...]
@@ -64,11 +65,11 @@ class Fitted:
 
 
 def fitted(columns: Sequence[Column], width: int | None) -> Fitted:
-    """Leave out and fold columns, the least important first, until they fit.
+    """Leave out and fold columns, the least important first, until the table fits the terminal.
 
     Args:
         columns: The columns of a table.
-        width: The width of the terminal. None: all columns.
+        width: The width of the terminal in characters. None: all columns are printed.
     """
     done: list[int] = []
     order = sorted({*(each.drop for each in columns), *(each.fold for each in columns)} - {0})
@@ -77,7 +78,8 @@ def fitted(columns: Sequence[Column], width: int | None) -> Fitted:
             if _width(_after(columns, done)) <= width:
                 break
             done.append(number)
-        for number in sorted(done, reverse=True):  # for example one that is narrower than the rest
+        # A column that was left out may be narrow enough to fit after wider ones were left out.
+        for number in sorted(done, reverse=True):
             fewer = [each for each in done if each != number]
             if _width(_after(columns, fewer)) <= width:
                 done = fewer
@@ -106,9 +108,9 @@ def add_columns(table: Table, columns: Sequence[Column], styles: Sequence[str] =
     """Add columns and their rows to an empty table.
 
     Args:
-        table: the table.
-        columns: all with the same number of cells.
-        styles: one for each row; none by default.
+        table: The table of rich.
+        columns: The columns, which all have the same number of cells.
+        styles: The style of each row. Empty: no styles.
     """
     for each in columns:
         table.add_column(each.name, justify="right" if each.is_number else "left", no_wrap=True)
@@ -118,18 +120,18 @@ def add_columns(table: Table, columns: Sequence[Column], styles: Sequence[str] =
 
 
 def terminal_width() -> int | None:
-    """The columns of the terminal that shows stdout; None if stdout is a file or a pipe."""
+    """Returns the width of the terminal in characters; None if stdout is a file or a pipe."""
     from rich.console import Console
 
     return Console().width if sys.stdout.isatty() else None
 
 
 def wrapped(text: str, width: int | None) -> str:
-    """The lines of a text, wrapped between words. Continued lines are indented.
+    """Wrap the lines of a text between words. Continued lines are indented.
 
     Args:
         text: A text of one or more lines.
-        width: The width of the terminal. None: lines are not wrapped.
+        width: The width of the terminal in characters. None: lines are not wrapped.
     """
     if width is None:
         return text
@@ -138,7 +140,7 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def not_shown(found: Fitted, width: int | None) -> str:
-    """A sentence that names the columns that were left out; empty if there are none."""
+    """Returns a sentence that names the columns that were left out; empty if there are none."""
     if not found.left_out:
         return ""
     return (
@@ -148,7 +150,7 @@ def not_shown(found: Fitted, width: int | None) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """Format a number of bytes with a binary unit: 1.5 GiB."""
+    """Format a number of bytes with a binary unit, such as 1.5 GiB."""
     for unit in BYTE_UNITS:
         if count < 1024 or unit == BYTE_UNITS[-1]:
             break
@@ -157,7 +159,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Format a count with three significant digits: 8.03B, 517, 1.20M."""
+    """Format a count with three significant digits, such as 8.03B, 517 or 1.2M."""
     for unit in COUNT_UNITS:
         if abs(count) < 999.5 or unit == COUNT_UNITS[-1]:
             break
@@ -166,12 +168,12 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration in seconds or milliseconds."""
+    """Format a duration, given in seconds, in seconds or milliseconds."""
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def print_whole(table: Table) -> None:
-    """Print a table without truncating cells. A narrow terminal wraps its lines."""
+    """Print a table without truncating cells. A terminal that is too narrow wraps its lines."""
     from rich.console import Console
 
     console = Console()

@@ -1,1 +1,1 @@
-"""Sharded flat tensors: how weights are gathered and gradients reduced."""
+"""Flat buffers of sharded parameters and gradients, with their gathers and reductions."""

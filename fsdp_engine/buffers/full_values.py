@@ -1,7 +1,7 @@
-"""Full values of one buffer's parameters, gathered outside of training: main weights, gradients and
-optimizer state.
+"""Gathers of one buffer's main weights, gradients and optimizer state, outside of training.
 
-Each function is a collective over the ranks that share the buffer, unless it says otherwise.
+Each function is a collective over the ranks that share the buffer, unless its docstring says
+otherwise.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain
 from fsdp_engine.memory import allocator as mem
 
-# The tag of these gathers; FIRST_TAG and those above it are the buffers' own.
+# The tag of the messages of these gathers. Tags from FIRST_TAG on belong to buffers.
 MAIN_TAG = 1
 
 
 def gather_main(buffer: ParamAndGradBuffer, into: Tensor | None = None) -> ShardedBuffer:
-    """Returns the full main weights, in memory of their own, or the main weights themselves where
-    they are not sharded; waits for them.
+    """Gather the full main weights into new memory, and wait for them. Main weights that are not
+    sharded are returned without a copy, unless ``into`` is given.
 
     Args:
         buffer: The buffer.
-        into: memory for the result, 1-D, ``layout.numel`` elements, in whose dtype shards are sent.
+        into: Memory for the result: a 1-D tensor of ``layout.numel`` elements. Shards are sent in
+            its dtype.
     """
     main = buffer.weights.main
     if main.depth == 0 and into is None:
@@ -37,19 +38,21 @@ def gather_main(buffer: ParamAndGradBuffer, into: Tensor | None = None) -> Shard
 
 
 def full_main(buffer: ParamAndGradBuffer, main: ShardedBuffer, index: int) -> Tensor:
-    """Returns the main weights of parameter ``index`` as a plain tensor. Collective over the mesh
-    dimensions of its DTensor, if it is one.
+    """Returns the main weights of one parameter as a plain tensor. If the parameter is a DTensor,
+    this is a collective over the mesh dimensions of the DTensor.
 
     Args:
-        buffer, index: The buffer, and the place of the parameter in its layout.
-        main: the result of :func:`gather_main`.
+        buffer: The buffer.
+        main: The result of :func:`gather_main`.
+        index: The position of the parameter in the layout.
     """
     spread, shard = buffer.spreads[index], main.full(index)
     return shard if spread is None else spread.gather_full(shard)
 
 
 def main_parameters(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> list[nn.Parameter]:
-    """Returns parameters over ``main``, the result of :func:`gather_main`. Not collective."""
+    """Returns the parameters as views of ``main``, the result of :func:`gather_main`. Not
+    collective."""
     requires_grad = buffer.kind.requires_grad
     return [
         buffer.as_parameter(index, nn.Parameter(main.full(index), requires_grad))
@@ -67,13 +70,14 @@ def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:
 def gather_state(
     buffer: ParamAndGradBuffer, what: str, state: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Returns full optimizer state, one tensor for each parameter, in one message; waits for it.
+    """Gather full optimizer state in one message, and wait for it. Returns one tensor for each
+    parameter.
 
     Args:
         buffer: The buffer.
-        what: The name of the state in messages.
-        state: for each parameter a tensor that is sharded as it is, or this rank's slice; None
-            counts as zeros.
+        what: The name of the state, for messages.
+        state: For each parameter, a tensor that is sharded like the parameter, or this rank's slice
+            of it, or None for zeros.
     """
     layout, depth = buffer.layout, buffer.spec.optim_depth
     dtype = next((each.dtype for each in state if each is not None), torch.float32)
@@ -88,8 +92,9 @@ def gather_state(
 
 
 def gather_main_grads(buffer: ParamAndGradBuffer) -> None:
-    """Gather reduced gradients on every rank, until they are cleared: into ``main_grad`` of full
-    parameters, where there is one, and ``main_grad.cpu()`` of sharded ones."""
+    """Gather reduced gradients on every rank, and hold them until gradients are cleared. They are
+    copied into ``main_grad`` of full parameters, if there is one, and ``main_grad.cpu()`` of
+    sharded parameters returns them."""
     grads, depth = buffer.grads, buffer.spec.optim_depth
     if grads is None or not depth:
         return
@@ -102,14 +107,14 @@ def gather_main_grads(buffer: ParamAndGradBuffer) -> None:
 def _gather(
     buffer: ParamAndGradBuffer, what: str, own: Tensor, into: Tensor | None = None
 ) -> ShardedBuffer:
-    """Returns the full buffer of which ``own`` is this rank's part; waits for it.
+    """Gather the shards ``own`` of all ranks into a full buffer, and wait for it.
 
     Args:
         buffer: The buffer.
-        what: The name of its values in messages.
-        own: this rank's part, 1-D, at the depth of the optimizer; also in host memory.
-        into: memory for the result, 1-D, in whose dtype parts are sent; None: allocated, with the
-            dtype of ``own``.
+        what: The name of the values, for messages.
+        own: This rank's shard, 1-D, at the depth of OPTIM. It may be in host memory.
+        into: Memory for the result, a 1-D tensor. Shards are sent in its dtype. None: it is
+            allocated, with the dtype of ``own``.
     """
     context, spec = buffer.context, buffer.spec
     own = own.to(context.memory.device)

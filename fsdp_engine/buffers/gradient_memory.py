@@ -2,21 +2,22 @@
 
 [Note: When gradients are held]
 The accumulation buffer has memory from the unit's first reduction after gradients were cleared
-(from the first gradient written, where gradients are not sharded) until all of them are cleared by
-``zero_grad()`` or ``.grad = None``. In between the allocator can use it for something else.
+(where gradients are not sharded: from the first gradient that is written) until all gradients of
+the buffer are cleared by ``zero_grad()`` or ``.grad = None``. In between, the allocator can use the
+memory for other tensors.
 
-Tensors over that memory, the published gradients and the submissions that reduce them are made once
-(:class:`GradientTensors`), and serve each step in turn as long as the user holds none of them:
-making them in each step costs more host time than all the rest of a unit's gradients (decision 27
-of ``docs/internals/decisions.md``). If the user holds a published gradient, a slice or a view of
-one when gradients are cleared, that step keeps its tensors, Python's references keep the memory,
-and the next step gets new ones.
+Tensors over that memory, the published gradients and the submissions that reduce them are created
+once (:class:`GradientTensors`). Each step uses the same ones, as long as the user holds none of
+them: creating them in each step costs more host time than all other work on a unit's gradients
+(decision 27 of ``docs/internals/decisions.md``). If the user holds a published gradient, or a slice
+or a view of one, when gradients are cleared, the engine leaves these tensors and their memory to
+the user, and creates new ones for the next step.
 
-Reductions write the accumulation buffer where :class:`.GradientShard` says.
+:class:`.GradientShard` determines the memory that reductions write.
 
-The memory stays allocated where nothing is sharded, since ``main_grad`` is a persistent buffer in
-Megatron-Core; where ``main_grad`` was given out; and in a :class:`~.allocator.Memory` that is
-steady.
+The memory stays allocated in three cases: if nothing is sharded, because ``main_grad`` is a
+persistent buffer in Megatron-Core; if ``main_grad`` was returned to the user; and if
+:class:`~.allocator.Memory` has ``is_steady``.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory.allocator import TransientStorage, alias
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
-# Zeroing this many bytes takes about as long as one more call.
+# Zeroing this number of bytes takes about as long as one additional call of a function of torch.
 _BYTES_PER_CALL = 4096
 _zeroed_at = attrgetter("_zeroed_at")
 _NOT_ZEROED = {None}
@@ -61,10 +62,11 @@ class WriteBuffer:
     """The buffer that full gradients are written into.
 
     Attributes:
-        buffer: holds the whole layout.
-        views: the place of each parameter, in its shape.
-        padding: elements between parameters. Empty: ``zeroes_all``.
-        zeroes_all: there is so much padding that the buffer is zeroed as a whole instead.
+        buffer: The buffer, at depth 0.
+        views: A view for each parameter, in its shape.
+        padding: Views of the padding between parameters; empty if ``zeroes_all``.
+        zeroes_all: Whether the complete buffer is zeroed, because it has so many pieces of padding
+            that zeroing each of them takes longer.
     """
 
     buffer: ShardedBuffer
@@ -74,13 +76,14 @@ class WriteBuffer:
 
     @classmethod
     def over(cls, buffer: ShardedBuffer, views: Sequence[Tensor]) -> WriteBuffer:
-        """Returns the one over ``buffer``."""
+        """Returns the write buffer over ``buffer``, with the views of its parameters."""
         padding = [alias(buffer.tensor[start:stop]) for start, stop in buffer.layout.gaps]
         zeroes_all = buffer.tensor.nbytes < len(padding) * _BYTES_PER_CALL
         return cls(buffer, views, [] if zeroes_all else padding, zeroes_all)
 
     def zero_padding(self) -> None:
-        """Zero the padding: it is reduced with the gradients and must not add to them."""
+        """Zero the padding, which is reduced together with the gradients and counts in their
+        norm."""
         if self.padding:
             torch._foreach_zero_(self.padding)
 
@@ -89,16 +92,19 @@ class WriteBuffer:
 class ReductionChains:
     """Submissions that reduce one buffer's gradients.
 
-    Axes that shard gradients are reduced in every microbatch, from the staging buffer into the
-    accumulation buffer; the others on the last microbatch, in place. The latter goes through the
-    communication buffer if that has another dtype. Where ranks sum in a wider dtype than they send,
-    only summands are sent narrow: sums are not rounded again.
+    Each microbatch reduces the staging buffer into the accumulation buffer, along the axes over
+    which gradients are sharded. The last microbatch reduces the accumulation buffer in place along
+    the other axes; if gradients are sent in another dtype, through the communication buffer. Where
+    sums have a wider dtype than sent gradients, only the summands are cast to the narrower dtype;
+    the sums are not.
 
     Attributes:
-        overwriting: Reductions of a microbatch whose sums are the first; empty where gradients are
-            full.
-        adding: Reductions of every other microbatch.
-        last: Reductions of the last microbatch; empty where every axis shards gradients.
+        overwriting: The reductions of the first microbatch of a step, which overwrite the
+            accumulation buffer. Empty where gradients are not sharded.
+        adding: The reductions of the following microbatches, which add to the accumulation buffer.
+            Empty where gradients are not sharded.
+        last: Additional reductions of the last microbatch. Empty where gradients are sharded over
+            every axis.
     """
 
     overwriting: Chain
@@ -110,8 +116,8 @@ class SubmittedReduction(NamedTuple):
     """Tickets of the reductions of one buffer.
 
     Attributes:
-        transient_read: its transient memory is no longer read.
-        done: everything is reduced.
+        transient_read: The ticket after which the transient memory is no longer read.
+        done: The ticket after which all reductions are done.
     """
 
     transient_read: Ticket
@@ -122,16 +128,16 @@ class GradientTensors:
     """Tensors over one allocation of the accumulation buffer.
 
     Args:
-        storages: The storages of ``accum`` and ``optim``; none where these are persistent.
-        accum: the accumulation buffer.
-        optim: the optimizer's shard in its own dtype; None: it is part of ``accum``.
+        storages: The storages of ``accum`` and ``optim``; empty where these are persistent.
+        accum: The accumulation buffer.
+        optim: The optimizer's shard, if it has a dtype of its own; None: it is part of ``accum``.
         written: The buffer that full gradients are written into.
-        chains: The submissions that reduce them.
+        chains: The submissions that reduce the gradients.
 
     Attributes:
-        published: the tensors that ``.grad`` of the parameters become; none before :meth:`publish`.
-            Each has a version counter of its own, which counts the user's changes only.
-        local: this rank's slice of each.
+        published: The tensors that become ``.grad`` of the parameters; empty before the first
+            :meth:`publish`. Each has its own version counter, which counts only the user's changes.
+        local: This rank's slice of each published tensor.
     """
 
     def __init__(
@@ -159,14 +165,14 @@ class GradientTensors:
 
     @property
     def for_optimizer(self) -> ShardedBuffer:
-        """The buffer whose shard at the depth of OPTIM the optimizer reads."""
+        """The buffer of which the optimizer reads the shard at the depth of OPTIM."""
         return self.accum if self.optim is None else self.optim
 
     def publish(self, params: Sequence[Tensor], depth: int) -> list[Tensor]:
-        """Returns ``published``; makes them first if there are none.
+        """Returns ``published``. The first call creates the tensors.
 
         Args:
-            params: The users' parameters: sharded, or plain where nothing is sharded.
+            params: The parameters that users see: sharded, or plain where nothing is sharded.
             depth: The depth of the optimizer's shard.
         """
         if not self.published:
@@ -189,8 +195,12 @@ class GradientTensors:
         return versions_of(self.local)
 
     def take_zeroed(self, found: Sequence[Tensor | None]) -> list[int]:
-        """Returns which of the published gradients the user has zeroed and left as ``.grad``, which
-        is ``found``; forgets that they were zeroed."""
+        """Returns the indices of published gradients that the user has zeroed and that are still
+        ``.grad`` of their parameters. Resets the marks of zeroed gradients.
+
+        Args:
+            found: ``.grad`` of each parameter.
+        """
         if self._is_plain or _NOT_ZEROED.issuperset(map(_zeroed_at, self.published)):
             return []
         places = [
@@ -202,7 +212,7 @@ class GradientTensors:
         return places
 
     def forget_zeroed(self) -> None:
-        """Forget that published gradients were zeroed: others are about to be written there."""
+        """Reset the marks of zeroed gradients, because other values are about to be written."""
         if self._is_plain or _NOT_ZEROED.issuperset(map(_zeroed_at, self.published)):
             return
         for tensor in self.published:
@@ -211,8 +221,8 @@ class GradientTensors:
 
     @property
     def are_held(self) -> bool:
-        """Whether the user holds a published gradient, a slice or a view of one, or a graph that
-        saved one. None of them is ``.grad`` of a parameter at this moment."""
+        """Whether the user holds a published gradient, a slice or a view of one, or an autograd
+        graph that saved one. Valid only while no published gradient is ``.grad`` of a parameter."""
         return self._counts_alone is not None and self._counts() != self._counts_alone
 
     def _counts(self) -> tuple[list[int], list[int], list[int]]:
@@ -221,18 +231,18 @@ class GradientTensors:
 
 
 class GradientMemory:
-    """Allocates what the gradients of one buffer need. See the module docstring.
+    """Allocates and frees the memory of one buffer's gradients. See the module docstring.
 
     Args:
         spec: The layout, the dtypes and the depths of the buffer.
-        context: Its communicators, lanes and memory.
-        last_axes: reduced on the last microbatch only, innermost first.
-        pending: a step that may read the gradients.
-        is_resident: the memory stays allocated while gradients are cleared.
+        context: The communicators, the lanes and the memory of the engine.
+        last_axes: The axes that are reduced on the last microbatch only, innermost first.
+        pending: The pending optimizer step of the buffer, which may read the gradients.
+        is_resident: Whether the memory stays allocated while gradients are cleared.
 
     Attributes:
-        is_resident: see the argument.
-        tensors: The tensors that the current step uses, or that the next one will use.
+        is_resident: See the argument.
+        tensors: The tensors of the current step, or of the next one; None: not created yet.
     """
 
     def __init__(
@@ -264,7 +274,7 @@ class GradientMemory:
         if dtypes.comm != dtypes.main_grad and last_axes:
             self._comm = memory.transient(self._numel(spec.grad_depth), dtypes.comm, "staging")
         self._working = [storage for each in self._shards for storage in each.memory]
-        # Allocated from gradients' staging until their reduction is done.
+        # Memory that is allocated before a reduction, and freed when the reduction is done.
         own = [each for each in (self._staging, self._comm) if each is not None]
         self._transient = [*own, *self._working]
         self.tensors: GradientTensors | None = None
@@ -276,25 +286,26 @@ class GradientMemory:
 
     @property
     def shard(self) -> GradientShard:
-        """The shard of which the optimizer reads its part."""
+        """The gradient shard that contains the gradients for the optimizer."""
         return self._shards[-1]
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the accumulation buffer, and of the optimizer's shard in another dtype."""
+        """Bytes of the accumulation buffer and, in another dtype, of the optimizer's shard."""
         return sum(each.rest_bytes for each in self._shards)
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the staging and the communication buffer while they are allocated."""
+        """Bytes that are allocated for reductions: staging and communication buffer, and memory
+        that the shards need."""
         return sum(each.num_bytes for each in self._transient)
 
     def take(self, scale: GradientScale, *, zero: bool = False) -> GradientTensors:
-        """Returns tensors for a step; allocates their memory unless it is allocated.
+        """Returns the tensors for a step, and allocates their memory unless it is allocated.
 
         Args:
             scale: The factors of the gradients.
-            zero: memory that is allocated is zeroed; else only its padding.
+            zero: Zero memory that this call allocates. False: zero only its padding.
         """
         tensors = self.tensors
         if tensors is None:
@@ -311,11 +322,12 @@ class GradientMemory:
         return tensors
 
     def release(self, tensors: GradientTensors, *, looks: bool) -> bool:
-        """The step of ``tensors`` is over. Returns whether the user holds some of them and they
-        will serve the next step all the same.
+        """End the step that used ``tensors``. Returns whether the user holds some of them although
+        the next step will write them.
 
         Args:
-            looks: find out whether the user holds any, also where that frees nothing.
+            looks: Check whether the user holds tensors even if the memory is resident, so that the
+                check does not decide whether it is freed.
         """
         tensors.forget_zeroed()
         if self.is_resident:
@@ -327,22 +339,22 @@ class GradientMemory:
         return False
 
     def free(self) -> None:
-        """Free the accumulation buffer; compute is done with it, or will be when it has waited for
-        a pending step, and gradients are cleared."""
+        """Free the accumulation buffer. Gradients must be cleared, and only a pending optimizer
+        step may still read them: the buffer is freed when compute has waited for that step."""
         label = self._spec.label
         for storage in self.tensors.storages if self.tensors is not None else ():
             if storage.filled:
                 self._pending.free(f"free gradients of {label}", storage)
 
     def abandon(self) -> None:
-        """Leave the accumulation buffer to references of the user; the next step gets another."""
+        """Leave the accumulation buffer to the user's references. The next step gets a new one."""
         self._pending.hold(self.tensors)
         for storage in self.tensors.storages if self.tensors is not None else ():
             storage.leave()
         self.tensors = None
 
     def stage(self) -> WriteBuffer:
-        """Allocate the staging buffer; returns it."""
+        """Allocate the staging buffer, and return it."""
         assert self._staging is not None
         compute, label = self._context.lanes.compute, self._spec.label
         compute.manage(f"allocate staging of {label}", self._staging.fill, self._staging)
@@ -352,7 +364,7 @@ class GradientMemory:
         return staged
 
     def allocate_comm(self) -> bool:
-        """Allocate the communication buffer; returns whether there is one."""
+        """Allocate the communication buffer. Returns whether the buffer needs one."""
         if self._comm is None:
             return False
         compute, label = self._context.lanes.compute, self._spec.label
@@ -360,13 +372,14 @@ class GradientMemory:
         return True
 
     def allocate_working(self) -> bool:
-        """Allocate the memory that shards need while reductions run; returns whether there is
+        """Allocate the memory that shards need while reductions run. Returns whether they need
         any."""
         self._allocate(self._working)
         return bool(self._working)
 
     def free_transient(self) -> None:
-        """Free the staging and the communication buffer; compute is done with them."""
+        """Free the memory that was allocated for reductions. The compute lane must have waited for
+        the operations that use it."""
         compute, label = self._context.lanes.compute, self._spec.label
         for storage in self._transient:
             if storage.filled:
@@ -378,7 +391,7 @@ class GradientMemory:
             compute.manage(f"allocate gradients of {label}", storage.fill, storage)
 
     def _over_staging(self) -> WriteBuffer:
-        """The staging buffer, which must have memory when this is first called."""
+        """Returns the staging buffer. The first call creates views, for which it needs memory."""
         if self._staged is None:
             assert self._staging is not None
             storage, slots = self._staging, self._spec.layout.slots
@@ -388,7 +401,7 @@ class GradientMemory:
         return self._staged
 
     def _make(self, scale: GradientScale) -> GradientTensors:
-        """New tensors, with memory, and the submissions that reduce them."""
+        """Create the tensors, with memory, and the submissions that reduce them."""
         spec, dtypes = self._spec, self._spec.kind.dtypes
         sums_wide = dtypes.reduce != dtypes.comm
         sent = self._staging is not None or self._comm is None or sums_wide
@@ -397,7 +410,7 @@ class GradientMemory:
         optim = reduced_optim = None
         if self.shard is not self._accum:
             optim, reduced_optim = self.shard.allocate(storages, sent=False)
-        # Views over transient memory are made while it is allocated.
+        # Views of a transient storage can only be created while it has memory.
         added = [each for each in self._transient if not each.filled]
         for storage in added:
             storage.fill()
@@ -472,7 +485,7 @@ class GradientMemory:
 
 
 def like(param: Tensor, local: Tensor) -> Tensor:
-    """Returns the tensor over ``local`` that is sharded as ``param`` is."""
+    """Returns a tensor over this rank's slice ``local`` that is sharded as ``param`` is."""
     if isinstance(param, FlatDTensor):
         return FlatDTensor.from_flat_local(local, param.flat_placement)
     return TensorParallelSpec.of(param).wrap(local) if isinstance(param, DTensor) else local

@@ -1,39 +1,44 @@
-"""The factors that gradients are multiplied with, from autograd to the optimizer.
+"""The factors by which gradients are multiplied between autograd and the optimizer.
 
 [Note: Averaging]
-Every rank contributes its mean loss; the result is the gradient of the mean over all ranks. The
-factor ``1 / (ranks * extra divisor)`` is applied once: while gradients are written, or
-(``average_in_collective``) the ranks' share of it by the collectives, axis by axis. Without
-``gradient_reduce_div_fusion`` the share that collectives do not apply is a separate pass, just
-before the first reduction.
+Each rank computes the gradient of its own mean loss. The optimizer gets the gradient of the mean of
+these losses over all ranks. The factor ``1 / (ranks * extra divisor)`` is applied once, while
+gradients are written. With ``average_in_collective``, the collectives divide by the ranks of each
+axis, and only the extra divisor is applied while gradients are written. With
+``scale_while_copying=False`` (Megatron-Core's ``gradient_reduce_div_fusion=False``), a separate
+pass before the first reduction applies the factor instead.
 
-Products are rounded to the dtype that they are written in, not to the gradient's own before:
-divided by 1,024 ranks in fp16, gradients below 2**-15 would underflow, also where sums are in fp32.
+Products are rounded only once, to the dtype in which they are written. They are not rounded to the
+gradient's dtype first: in fp16, gradients below 2**-15 would underflow when divided by 1,024 ranks,
+even if sums are computed in fp32.
 
 [Note: Gradients in fp16]
-Divided by many ranks, small gradients would underflow in fp16; not divided, sums of large ones
-would overflow. So gradients that are sent in fp16 are divided by about the root of that divisor
-before the reduction, and by the rest after it: in a buffer of the communication dtype they are
-larger by ``boost``, a power of two. (PyTorch's FSDP divides in the same two parts.) Gradients that
-are accumulated full in fp16 have no such buffer: they are divided once, before the reduction.
+In fp16, small gradients would underflow if they were divided by many ranks, and sums of large
+gradients would overflow if they were not divided. So gradients that are sent in fp16 are divided by
+about the square root of the divisor before the reduction, and by the rest after it. In a buffer of
+the communication dtype they are therefore larger by the factor ``boost``, a power of two.
+(PyTorch's FSDP divides in the same two parts.) Gradients that are accumulated unsharded in fp16
+have no such buffer: they are divided once, before the reduction.
 
 [Note: Reducing again]
-A backward after the last reduction adds to reduced gradients. Along axes that shard gradients every
-microbatch does so. Along the others gradients are accumulated full and reduced once more, so
-reduced gradients must be unchanged by that: each rank keeps the range that it owns, zeros the rest,
-and
+A backward after the last reduction adds to gradients that are already reduced. Along axes over
+which gradients are sharded, every microbatch does this anyway. Along the other axes, the sum of
+reduced and new gradients is reduced once more, and this must not change the reduced part. So each
+rank keeps the range of reduced gradients that it owns, and zeros the rest:
 
-- where the axis is reduced and sharded, the other ranks have zeros there: the sum is that range;
-- where it is all-reduced, all n ranks have the same: each keeps 1/n of it;
-- it is multiplied by the factors that collectives or a later pass divide by.
+- If gradients are sharded along the axis after the reduction, the other ranks have zeros in that
+  range, so its sum over ranks is the range itself.
+- If they are all-reduced along the axis, all n ranks have the same range, so each keeps 1/n of it.
+- The range is multiplied by the factors by which collectives or a later pass will divide.
 
-Worked example, 4 ranks at level "optim": 8.0 is reduced, and gradients 4, 0, 4, 8 follow. They are
-written as 1, 0, 1, 2; one rank has 8.0 beside its own, and the sum is 12.0 = 8.0 + the mean, 4.0.
-At "no_shard" each rank has 2.0 beside its own, and the sum is the same. It takes no memory.
+Worked example, 4 ranks at level "optim": the reduced gradient is 8.0, and new gradients are 4, 0, 4
+and 8. They are written as 1, 0, 1 and 2. One rank adds its summand to 8.0, so the sum is 12.0 =
+8.0 + 4.0, the mean of the new ones. At "no_shard" each rank adds its summand to 2.0, and the sum is
+the same. This needs no additional memory.
 
-Where gradients are sent in another dtype, reduced gradients would be rounded each time. There they
-are kept beside the accumulation buffer instead: see [Note: Gradients between backwards] in
-``published_gradients.py``.
+Where gradients are sent in another dtype, each further reduction would round reduced gradients
+again. There they are kept outside of the accumulation buffer instead: see [Note: Gradients between
+backwards] in ``published_gradients.py``.
 """
 
 from __future__ import annotations
@@ -56,13 +61,13 @@ class GradientScale:
     """The factors of one buffer's gradients.
 
     Attributes:
-        alpha: applied while gradients are written.
-        factor: the same for products: a tensor of one dimension where products must not be rounded
-            to the gradient's own dtype, since it takes part in type promotion.
-        later: applied by a separate pass before the first reduction; 1.0: there is none.
-        boost: The factor of gradients in a buffer of the communication dtype.
-        average: the collectives apply the ranks' share.
-        num_ranks: the number of ranks, or the number that users divide by instead.
+        alpha: The factor that is applied while gradients are written.
+        factor: ``alpha`` as an operand of products. It is a 1-D tensor where products must not be
+            rounded to the gradient's dtype, because 1-D tensors take part in type promotion.
+        later: The factor of a separate pass before the first reduction; 1.0: there is no such pass.
+        boost: The factor by which gradients in a buffer of the communication dtype are larger.
+        average: Whether the collectives divide by the number of ranks.
+        num_ranks: The number of ranks, or the number by which users divide instead.
     """
 
     alpha: float
@@ -82,8 +87,9 @@ def gradient_scale(
     """Returns the factors of a buffer: see [Note: Averaging].
 
     Args:
-        spec, options: The spec and options of the buffer.
-        num_ranks: the number of ranks, or the number that users divide by instead.
+        spec: The dtypes, the depths and the extra divisor of the buffer.
+        options: The options of the engine.
+        num_ranks: The number of ranks, or the number by which users divide instead.
         device: The device of the gradients.
     """
     dtypes, average = spec.kind.dtypes, options.average_in_collective
@@ -100,18 +106,20 @@ def gradient_scale(
 
 
 def _is_rounded_once(factor: float, dtype: torch.dtype, written: torch.dtype) -> bool:
-    """Whether a product of a gradient in ``dtype`` with a Python number, which is in ``dtype``,
-    loses nothing before it is written in ``written``."""
+    """Returns whether the product of a gradient in ``dtype`` and a Python number, which torch
+    computes in ``dtype``, is exact enough to be rounded only when it is written in ``written``."""
     if factor == 1.0 or dtype == written or dtype.itemsize > written.itemsize:
         return True
-    # A power of two changes the exponent alone; fp16 has fewer of them than bf16 and fp32.
+    # A power of two changes only the exponent. The range of exponents of fp16 is smaller than that
+    # of bf16 and fp32, so a product in fp16 could underflow before it is cast to these.
     is_power_of_two = math.frexp(factor)[0] == 0.5
     return is_power_of_two and torch.finfo(dtype).tiny <= torch.finfo(written).tiny
 
 
 def boost(divisor: float, comm: torch.dtype) -> float:
-    """Returns the factor of gradients in a buffer of the communication dtype ``comm`` that are to
-    be divided by ``divisor``: see [Note: Gradients in fp16]. 1.0 for other dtypes."""
+    """Returns the factor by which gradients are larger in a buffer of the communication dtype
+    ``comm``, if they are to be divided by ``divisor``. 1.0 unless ``comm`` is fp16. See
+    [Note: Gradients in fp16]."""
     return max(1.0, 2.0 ** round(math.log2(divisor) / 2)) if comm == torch.float16 else 1.0
 
 
@@ -121,15 +129,16 @@ def kept_factor(
     spec: BufferSpec,
     scale: GradientScale,
 ) -> float:
-    """Returns the factor by which reduced gradients are unchanged when they are reduced again.
+    """Returns the factor for reduced gradients that makes another reduction leave them unchanged.
+    See [Note: Reducing again].
 
     Args:
         mesh_communicators: The communicators of the mesh.
-        axes: along which gradients are reduced once more.
-        spec: The spec of the buffer.
-        scale: what its gradients are multiplied with.
+        axes: The axes along which gradients are reduced once more.
+        spec: The depths of the buffer.
+        scale: The factors of the buffer's gradients.
     """
-    # The later pass multiplies the staging buffer alone.
+    # Where gradients are sharded, the later pass scales only the staging buffer.
     factor = 1.0 if spec.grad_depth > 0 else 1.0 / scale.later
     for axis in axes:
         comm = mesh_communicators.comms[axis].reduce
@@ -143,7 +152,8 @@ def kept_factor(
 
 
 def keep_owned(accum: ShardedBuffer, optim_depth: int, factor: float) -> None:
-    """Multiply the part at ``optim_depth`` with ``factor``, and zero the rest, in place."""
+    """Multiply this rank's range at ``optim_depth`` by ``factor``, and zero the rest of ``accum``,
+    in place."""
     full, own = accum.tensor, accum.narrow(optim_depth)
     start = own.storage_offset() - full.storage_offset()
     full[:start].zero_()

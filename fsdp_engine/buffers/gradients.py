@@ -4,19 +4,19 @@
 
 Each gradient is written once, scaled and cast in the same pass, into its place in a flat buffer:
 
-- GRAD not sharded (depth 0): into the accumulation buffer, to which later microbatches add and
-  which the last one reduces in place;
-- GRAD sharded: into a transient *staging* buffer in the communication dtype. Every microbatch
-  reduces it along the axes that shard gradients into the accumulation buffer; the other axes are
-  reduced on the last microbatch.
+- If GRAD is not sharded (depth 0), into the accumulation buffer. Later microbatches add to it, and
+  the last microbatch reduces it in place.
+- If GRAD is sharded, into a transient *staging* buffer in the communication dtype. Every microbatch
+  reduces the staging buffer into the accumulation buffer, along the axes over which gradients are
+  sharded. The last microbatch reduces the accumulation buffer along the other axes.
 
-State has two lifetimes, with an object for each. A :class:`GradientWriter` is made when the first
-gradient of a backward is written, and dropped when their reduction is submitted.
-:class:`StepGradients` are made with the first gradient after gradients were cleared, and dropped
-when all of them are cleared. [Note: When gradients are held] in ``gradient_memory.py`` describes
+There are two objects, because state has two lifetimes. A :class:`GradientWriter` is created for the
+first gradient of a backward, and dropped when the reduction of these gradients is submitted.
+:class:`StepGradients` are created for the first gradient after gradients were cleared, and dropped
+when all gradients are cleared. [Note: When gradients are held] in ``gradient_memory.py`` describes
 their memory.
 
-    staging       full gradients as autograd produces them, where gradients are sharded
+    staging       full gradients of one microbatch, where gradients are sharded
     accumulation  sums over microbatches, at the depth of GRAD
     comm          a copy of the accumulation buffer in the communication dtype, if that differs
     optim         the optimizer's shard in its own dtype, if that differs
@@ -62,14 +62,15 @@ class GradientWriter:
     """Writes the gradients of one backward.
 
     Args:
-        target: the buffer that is written into.
+        target: The buffer that gradients are written into.
         scale: The factors of the gradients.
-        adds: per parameter, 1: the next gradient is added, not written over. Not shared.
+        adds: One byte for each parameter. 1: the next gradient is added. 0: it overwrites. The
+            writer changes these bytes, so they must not be shared.
 
     Attributes:
-        target: see the argument.
-        arrived: per parameter, 1: its gradient was written.
-        num_missing: parameters whose gradient was not written yet.
+        target: See the argument.
+        arrived: One byte for each parameter. 1: its gradient was written.
+        num_missing: Number of parameters whose gradient was not written yet.
     """
 
     __slots__ = ("_adds", "_alpha", "_factor", "_views", "arrived", "num_missing", "target")
@@ -97,7 +98,7 @@ class GradientWriter:
         elif grad.ndim:
             torch.mul(grad, self._factor, out=view)
         else:
-            # A factor with one dimension makes a product with one.
+            # The factor may be a 1-D tensor, which would give a 0-d gradient a 1-D product.
             torch.mul(grad.reshape(1), self._factor, out=view.view(1))
         if not self.arrived[index]:
             self.arrived[index] = self._adds[index] = 1
@@ -110,19 +111,19 @@ class StepGradients:
     """One buffer's gradients from the first one until all of them are cleared.
 
     Attributes:
-        sums: per parameter, 1: its place in the accumulation buffer holds a sum that counts. 0: the
-            next gradient overwrites it.
-        used: per parameter, 1: this rank had a gradient of it.
-        tensors: over the accumulation buffer; None before it is needed.
-        is_published: ``.grad`` of the parameters are the accumulated sums. False: sums are partial
-            and hidden.
-        num_published: published gradients that the user has not made None.
-        earlier: reduced gradients that are added when the next reduction is done, by parameter:
-            [Note: Gradients between backwards] in ``published_gradients.py``.
-        penalties: the same for gradients of this rank's slices.
-        versions: of the published gradients when partial sums were published; none: sums are
-            reduced.
-        full_values: gradients of all ranks, where every rank gathered them; None: not gathered.
+        sums: One byte for each parameter. 1: the accumulation buffer holds a valid sum of its
+            gradients. 0: the next gradient overwrites its elements.
+        used: One byte for each parameter. 1: this rank had a gradient of it.
+        tensors: The tensors over the accumulation buffer; None: not needed yet.
+        is_published: Whether ``.grad`` of the parameters are the accumulated sums. False: sums are
+            incomplete and not visible to the user.
+        num_published: Number of published gradients that the user has not set to None.
+        earlier: Reduced gradients that are added when the next reduction is done, by index of the
+            parameter. See [Note: Gradients between backwards] in ``published_gradients.py``.
+        penalties: The same for gradients that autograd accumulates into sharded parameters.
+        versions: Version counters of the published gradients when they were published between
+            microbatches; empty: sums are reduced.
+        full_values: Full gradients, if every rank has gathered them; None: not gathered.
     """
 
     sums: bytearray
@@ -142,20 +143,22 @@ class StepGradients:
 
 
 class Gradients:
-    """See the module docstring.
+    """The gradients of one buffer. See the module docstring.
 
     Args:
         spec: The layout, the dtypes and the depths of the buffer.
-        context: Its communicators, lanes and memory.
-        options: says how gradients are divided.
-        pending: a step that may read the gradients.
+        context: The communicators, the lanes and the memory of the engine.
+        options: The options of the engine, which say how gradients are scaled.
+        pending: The pending optimizer step of the buffer, which may read the gradients.
 
     Attributes:
         step: The gradients of the current step; None: gradients are cleared.
-        writer: The writer of the current backward; None: it has no gradients, or they are reduced.
-        optim_depth: the depth of the optimizer's shard.
-        writes_to_staging: whether gradients are sharded, so that full ones are transient.
-        is_inexact: reduced gradients cannot be reduced again without loss.
+        writer: The writer of the current backward; None: no gradient was written yet, or their
+            reduction is submitted.
+        optim_depth: The depth of the optimizer's shard.
+        writes_to_staging: Whether gradients are sharded, so that full gradients are written into a
+            staging buffer.
+        is_inexact: Whether reducing gradients again would round them.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class Gradients:
         self._memory = GradientMemory(
             spec, context, self._last_axes, pending, is_resident=context.memory.is_steady
         )
-        # [Note: Reducing again]
+        # See [Note: Reducing again].
         has_comm = self._memory.has_comm_buffer
         self.is_inexact = has_comm or dtypes.optim_grad != dtypes.main_grad
         self.step: StepGradients | None = None
@@ -194,46 +197,47 @@ class Gradients:
 
     @property
     def shard(self) -> GradientShard:
-        """The shard of which the optimizer reads its part."""
+        """The gradient shard that contains the gradients for the optimizer."""
         return self._memory.shard
 
     @property
     def awaits_last_microbatch(self) -> bool:
-        """Whether axes of several ranks are reduced on the last microbatch only."""
+        """Whether an axis of several ranks is reduced on the last microbatch only."""
         return bool(self._last_axes)
 
     @property
     def num_staged_elements(self) -> int:
-        """Elements of transient memory that writing gradients takes."""
+        """Number of elements of the staging buffer; 0 where gradients are not sharded."""
         return self._spec.layout.numel if self.writes_to_staging else 0
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the accumulation buffer while it is allocated."""
+        """Bytes of the accumulation buffer and, in another dtype, of the optimizer's shard."""
         return self._memory.rest_bytes
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of the staging and the communication buffer while they are allocated."""
+        """Bytes that are allocated for reductions, such as the staging buffer."""
         return self._memory.transient_bytes
 
     @property
     def optim_grads(self) -> Tensor | None:
-        """This rank's shard of the gradients, 1-D, padding included; None: there is none."""
+        """This rank's shard of the gradients, 1-D, with padding; None: gradients are cleared."""
         self._pending.finish()
         tensors = self.step.tensors if self.step is not None else None
         return None if tensors is None else tensors.for_optimizer.narrow(self.optim_depth)
 
     @property
     def divisor(self) -> float:
-        """Sums over the ranks are divided by this."""
+        """The number by which sums over the ranks are divided."""
         return self._scale.num_ranks
 
     def divide_by(self, divisor: float) -> None:
         """Divide sums over the ranks by ``divisor`` from the next gradient on.
 
         Raises:
-            RuntimeError: gradients are sent in fp16, and some were: [Note: Gradients in fp16].
+            RuntimeError: Gradients are sent in fp16, and a backward has run with another divisor.
+                See [Note: Gradients in fp16].
         """
         spec = self._spec
         scale = gradient_scale(spec, self._options, divisor, self._context.memory.device)
@@ -245,56 +249,58 @@ class Gradients:
         self._scale = scale
 
     def make_step(self) -> StepGradients:
-        """Returns the step's gradients; makes them if gradients are cleared."""
+        """Returns the gradients of the current step, and begins a step if gradients are cleared."""
         if self.step is None:
             self.step = StepGradients(bytearray(self._num_params), bytearray(self._num_params))
         return self.step
 
     def accumulation(self, *, zero: bool = True) -> GradientTensors:
-        """Returns the step's tensors, with memory.
+        """Returns the step's tensors, and allocates their memory unless it is allocated.
 
         Args:
-            zero: memory that is allocated now is zeroed.
+            zero: Zero memory that this call allocates.
         """
         return self._tensors(zero=zero)
 
     def main_grads(self) -> ShardedBuffer:
-        """Returns the accumulation buffer, with memory: zeros, if it is allocated now."""
+        """Returns the accumulation buffer. If this call allocates its memory, it holds zeros."""
         return self.accumulation().accum
 
     def for_optimizer(self) -> ShardedBuffer:
-        """Returns the buffer whose shard at the depth of OPTIM the optimizer reads."""
+        """Returns the buffer of which the optimizer reads the shard at the depth of OPTIM."""
         return self.accumulation().for_optimizer
 
     def give_out(self) -> GradientTensors:
-        """Returns tensors that stay valid for good, with memory: zeros, if it is allocated now."""
+        """Returns tensors that stay valid, because their memory is no longer freed. If this call
+        allocates the memory, it holds zeros."""
         self._pending.finish()
         self._memory.is_resident = True
         return self._memory.take(self._scale, zero=True)
 
     def free(self) -> None:
-        """Gradients are cleared: free the memory, also where it is resident."""
+        """Free the memory of gradients, even if it is resident. Gradients must be cleared."""
         self._memory.free()
 
     def restore(self) -> None:
-        """Allocate resident memory again, zeroed."""
+        """Allocate resident memory again after :meth:`free`. It holds zeros."""
         if self._memory.is_resident:
             self._pending.finish()
             self._memory.take(self._scale, zero=True)
 
     def accumulated(self, index: int) -> Tensor | None:
-        """Returns this rank's part of parameter ``index`` in the accumulation buffer, 1-D; None:
-        nothing is accumulated."""
+        """Returns this rank's slice of parameter ``index`` in the accumulation buffer, 1-D; None:
+        no gradients are accumulated."""
         self._pending.finish()
         tensors = self.step.tensors if self.step is not None else None
         return None if tensors is None else tensors.accum.local(index, self.optim_depth)
 
     def no_gradient(self, local: Tensor) -> Tensor:
-        """Returns zeros of the shape of a slice, in the dtype that the optimizer reads."""
+        """Returns zeros with the size of the slice ``local``, in the dtype of the optimizer's
+        gradients."""
         return allocator.zeros(local.numel(), self._spec.kind.dtypes.optim_grad, local.device)
 
     def begin(self) -> None:
-        """The first gradient of a backward is about to be written."""
+        """Create the writer of a backward, before its first gradient is written."""
         step = self.make_step()
         step.is_published = False
         if self.writes_to_staging:
@@ -305,7 +311,7 @@ class Gradients:
         self.writer = GradientWriter(target, self._scale, adds)
 
     def resume(self) -> None:
-        """Reduced gradients are to be added to: see [Note: Reducing again]."""
+        """Prepare reduced gradients for new ones that are added: see [Note: Reducing again]."""
         accum = self.main_grads()
         self._context.lanes.compute.access(writes=(accum.tensor,))
         mesh_communicators, spec = self._context.mesh_communicators, self._spec
@@ -313,7 +319,7 @@ class Gradients:
         keep_owned(accum, spec.optim_depth, factor)
 
     def end_writing(self) -> None:
-        """No more gradients are written in this backward; those that are missing are zeros."""
+        """End the writing of this backward: gradients that were not written become zeros."""
         step, writer = self.step, self.writer
         assert step is not None
         assert writer is not None
@@ -333,12 +339,12 @@ class Gradients:
             writer.target.zero_padding()
 
     def written(self) -> WriteBuffer:
-        """Returns the gradients of this backward before any reduction; without a backward, the
-        accumulation buffer."""
+        """Returns the buffer with this backward's gradients before any reduction. Between
+        backwards, and only if gradients are not sharded, it is the accumulation buffer."""
         return self._tensors().written if self.writer is None else self.writer.target
 
     def zero_missing(self) -> None:
-        """Zero gradients that no backward has written since they were cleared."""
+        """Zero the sums of parameters that got no gradient since gradients were cleared."""
         accum, step = self.main_grads(), self.make_step()
         step.is_published = False
         if 1 not in step.sums:
@@ -346,7 +352,8 @@ class Gradients:
         self._zero_cleared(step, accum)
 
     def scale(self, factor: float | Tensor, is_reduced: bool) -> None:
-        """Multiply the accumulation buffer, or (``is_reduced``) the optimizer's shard."""
+        """Multiply gradients by ``factor``: the optimizer's shard if they are reduced
+        (``is_reduced``), else the accumulation buffer."""
         if self.step is None or self.step.tensors is None:
             return
         self._pending.finish()
@@ -355,13 +362,13 @@ class Gradients:
         scale_(part, factor)
 
     def reduce(self, *, last: bool) -> SubmittedReduction | None:
-        """Submit the reductions that are due; drops the backward's writer.
+        """Submit the reductions that this microbatch needs, and drop the backward's writer.
 
         Args:
-            last: this is the last microbatch of the step.
+            last: This is the last microbatch of the step.
 
         Returns:
-            Their tickets; None if none is due.
+            The tickets of the reductions; None: no reduction is needed.
         """
         step, writer, compute = self.step, self.writer, self._context.lanes.compute
         assert step is not None, "gradients are written, or zeroed, before they are reduced"
@@ -388,19 +395,20 @@ class Gradients:
         if uses_comm or ticket is None:
             after.append(compute.record())
         done = tensors.chains.last.run(after)
-        # The axes that are reduced last can be slow ones: staging does not wait for them.
+        # The axes that only the last microbatch reduces can be slow ones, such as that between
+        # nodes. The staging buffer can be freed before these reductions are done.
         return SubmittedReduction(done if uses_comm or ticket is None else ticket, done)
 
     def release(self) -> None:
-        """No reduction reads transient memory (compute has waited for that): free it."""
+        """Free the memory of reductions. Compute must have waited until they no longer read it."""
         self._memory.free_transient()
 
     def drop_step(self, *, looks: bool = False) -> bool:
-        """All gradients are cleared. Returns whether the user holds some that the next step will
-        write; compute must be done with them.
+        """Drop the step, whose gradients are all cleared. Returns whether the user holds some of
+        its tensors although the next step will write them. Compute must no longer use them.
 
         Args:
-            looks: find that out also where it decides nothing else.
+            looks: See :meth:`.GradientMemory.release`.
         """
         step, self.step = self.step, None
         if step is None or step.tensors is None:
@@ -408,10 +416,10 @@ class Gradients:
         return self._memory.release(step.tensors, looks=looks)
 
     def begin_zeroed(self) -> bool:
-        """Drop the step; the next one begins with the same memory, zeroed, padding included.
+        """Drop the step, and begin the next one with the same memory, which is zeroed.
 
         Returns:
-            Whether there is memory. False: the step is as it was.
+            Whether the gradients have memory. False: nothing was changed.
         """
         self._pending.finish()
         tensors = self._memory.tensors
@@ -425,12 +433,12 @@ class Gradients:
         return True
 
     def abandon(self) -> None:
-        """This object is no longer used: leave the memory to references of the user."""
+        """Leave the memory to the user's references. This object must not be used afterwards."""
         self.step = self.writer = None
         self._memory.abandon()
 
     def _tensors(self, *, zero: bool = False) -> GradientTensors:
-        """The step's tensors, with memory."""
+        """Returns the step's tensors, and allocates their memory unless it is allocated."""
         if self._pending.tickets:
             self._pending.finish()
         step = self.step
@@ -442,7 +450,8 @@ class Gradients:
         return tensors
 
     def _zero_cleared(self, step: StepGradients, accum: ShardedBuffer) -> None:
-        """Zero places that hold no sum beside others that do: all are added to."""
+        """Zero the elements of parameters without a sum, if other parameters have one: the next
+        reduction adds to all of them."""
         if 1 in step.sums and 0 in step.sums:
             depth = self._spec.grad_depth
             torch._foreach_zero_([accum.local(index, depth) for index in zeros_in(step.sums)])
@@ -454,9 +463,10 @@ def _set_all(flags: bytearray) -> None:
 
 
 def scale_(grad: Tensor, factor: float | Tensor) -> None:
-    """Multiply ``grad`` in place. A tensor ``factor`` of one element is not rounded to 16 bits."""
+    """Multiply ``grad`` by ``factor`` in place. If ``factor`` is a tensor of one element, it is not
+    rounded to the dtype of ``grad``."""
     if isinstance(factor, Tensor):
-        # Of one dimension it takes part in type promotion.
+        # A 1-D tensor takes part in type promotion, a 0-d one does not.
         wide = torch.promote_types(grad.dtype, torch.float32)
         torch.mul(grad, factor.reshape(1).to(grad.device, wide), out=grad)
     else:
@@ -464,7 +474,7 @@ def scale_(grad: Tensor, factor: float | Tensor) -> None:
 
 
 def zeros_in(flags: bytearray | bytes) -> Iterator[int]:
-    """Yields the places of zero bytes; costs time for each of them only."""
+    """Yield the indices of zero bytes. The time depends on their number, not on all bytes."""
     place = flags.find(0)
     while place >= 0:
         yield place

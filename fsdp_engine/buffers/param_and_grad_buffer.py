@@ -1,16 +1,15 @@
-"""Weights and gradients of one homogeneous set of parameters, and their tensors for modules and
-users.
+"""The weights and gradients of a homogeneous group of parameters, and the tensors for its users.
 
-*Homogeneous* means: one codec, the same dtypes, all trainable or all frozen, one gradient
-divisor. Each parameter has three tensors:
+*Homogeneous* means: one codec, the same dtypes, all trainable or all frozen, one gradient divisor,
+and the same ranks. Each parameter has three tensors:
 
-- the **full** parameter for modules: a plain tensor in the compute dtype;
-- the **sharded** parameter for users, optimizers and checkpoints, outside of forward and backward:
-  a ``FlatDTensor`` over this rank's slice of the main weights;
-- the **gradient** of the sharded parameter, over this rank's slice of the reduced gradients.
+- The **full** parameter, which modules compute with: a plain tensor in the compute dtype.
+- The **sharded** parameter, which users, optimizers and checkpoints see outside of forward and
+  backward: a ``FlatDTensor`` over this rank's slice of the main weights.
+- The **gradient** of the sharded parameter, over this rank's slice of the reduced gradients.
 
-If nothing is sharded and main weights are compute weights, full and sharded parameter are one plain
-tensor.
+If nothing is sharded and main weights are compute weights, the full and the sharded parameter are
+the same plain tensor.
 """
 
 from __future__ import annotations
@@ -53,55 +52,55 @@ from fsdp_engine.memory import allocator as mem
 from fsdp_engine.options import Options
 from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Strategy
 
-# Buffers' own tags; below it are those of messages outside the schedule.
+# The first tag of buffers. Smaller tags are for messages outside of the schedule.
 FIRST_TAG = 16
 
 
 class Allocation(Protocol):
-    """Where the tensors of a unit come from, and where they lie."""
+    """The memory manager and the placement with which the tensors of a unit are allocated."""
 
     memory: mem.Memory
     placement: Placement
 
 
 class GradientListener(Protocol):
-    """Hooks on a buffer's parameters: :class:`~.gradient_hooks.GradientHooks`."""
+    """The engine's hooks on a buffer's parameters (:class:`~.gradient_hooks.GradientHooks`)."""
 
     def follow(self) -> None:
-        """See the class."""
+        """Register hooks on the gradient accumulators of the current parameters."""
         ...
 
     def renew(self) -> None:
-        """See the class."""
+        """Register hooks on the gradient accumulators of another current stream."""
         ...
 
     def arrived(self, index: int, param: Tensor) -> None:
-        """See the class."""
+        """Process the gradient that autograd has accumulated into ``param``."""
         ...
 
 
 class ParamAndGradBuffer:
-    """See the module docstring.
+    """The buffers and tensors of a homogeneous group of parameters. See the module docstring.
 
     Args:
         spec: The layout, the dtypes and the depths of the buffer.
-        context: Its communicators, lanes and memory.
-        records: Its parameters, in any order.
-        codec: Its codec, which serves no other buffer.
-        options: says how gradients are divided.
-        broadcast: it begins with the values of the first rank of its mesh.
+        context: The communicators, the lanes and the memory of the engine.
+        records: The parameters, in any order.
+        codec: The codec of this buffer. Each buffer has a codec object of its own.
+        options: The options of the engine, which say how gradients are scaled.
+        broadcast: Initialise the weights with the values of the first rank of the mesh.
 
     Attributes:
         spec, context: See the arguments.
-        records: the parameters, in the layout's order.
-        weights: their weights.
-        grads: their gradients; None for frozen parameters.
-        is_plain: full and sharded parameters are the same.
-        full_params: what modules compute with.
-        sharded_params: what users see.
-        hooks: The hooks that users put on its parameters.
-        gradient_hooks: The hooks of the engine; None: the engine is not built.
-        reads: Reads of its parameters outside their unit's forward.
+        records: The parameters before they were sharded, in the layout's order.
+        weights: The weights of the parameters.
+        grads: The gradients of the parameters; None for frozen parameters.
+        is_plain: Whether full and sharded parameters are the same tensors.
+        full_params: The parameters that modules compute with.
+        sharded_params: The parameters that users see.
+        hooks: The hooks that users registered on the parameters.
+        gradient_hooks: The hooks of the engine on gradients; None: the engine is not built yet.
+        reads: Reads of the parameters outside of their unit's forward.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class ParamAndGradBuffer:
         self._options = options
         self._norms_are_dtensors = False
         self.records = [by_name[slot.name] for slot in spec.layout.slots]
-        # Of DTensors, this rank's shards: see [Note: Parameters that are DTensors].
+        # For DTensors, these are this rank's shards: see [Note: Parameters that are DTensors].
         params = [record.shard for record in self.records]
         self.spreads = [record.spread for record in self.records]
         codec.belongs_to([record.holders[0][0] for record in self.records], self.mesh)
@@ -136,7 +135,7 @@ class ParamAndGradBuffer:
         )
         names = [record.name for record in self.records]
         for param, full, sharded in zip(params, self.full_params, self.sharded_params, strict=True):
-            # Marks that users put on their parameters (tensor parallel, experts, ...) stay.
+            # Keep attributes that users set on their parameters (tensor parallel, experts, ...).
             marks = codec.marks(param)
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
@@ -152,17 +151,17 @@ class ParamAndGradBuffer:
 
     @property
     def label(self) -> str:
-        """Its name for people."""
+        """The name of the buffer in messages."""
         return self.spec.label
 
     @property
     def layout(self) -> Layout:
-        """Where its tensors sit."""
+        """The offsets of the parameters in the buffer."""
         return self.spec.layout
 
     @property
     def kind(self) -> BufferKind:
-        """What its parameters have in common."""
+        """The properties that all parameters of the buffer share."""
         return self.spec.kind
 
     @property
@@ -171,7 +170,7 @@ class ParamAndGradBuffer:
         return self.spec.strategy
 
     def placement(self, index: int) -> FlatPlacement:
-        """Which part of parameter ``index`` this rank's sharded tensor holds."""
+        """Returns the range of parameter ``index`` that this rank's sharded tensor holds."""
         start, stop = self.layout.tensor_range(index, self.spec.optim_depth, self.mesh.coordinate)
         spread = self.spreads[index]
         return FlatPlacement(
@@ -190,13 +189,13 @@ class ParamAndGradBuffer:
         )
 
     def rename(self, index: int, name: str) -> None:
-        """Parameter ``index`` is known by another name from now on."""
+        """Change the name of parameter ``index``."""
         self.records[index].name = name
         if isinstance(sharded := self.sharded_params[index], FlatDTensor):
             sharded.flat_placement.rename(name)
 
     def give_norms_as_dtensors(self) -> None:
-        """``torch.nn.utils.clip_grad_norm_`` returns DTensors of its gradients' norms."""
+        """Make ``torch.nn.utils.clip_grad_norm_`` return DTensors for these parameters."""
         self._norms_are_dtensors = True
         for sharded in self.sharded_params:
             if isinstance(sharded, FlatDTensor):
@@ -209,19 +208,20 @@ class ParamAndGradBuffer:
 
     @property
     def control_group(self) -> ProcessGroup | None:
-        """All of them, as one group; None for one rank."""
+        """The group of all ranks of the mesh; None for one rank."""
         return self.mesh.control_group
 
     @property
     def split_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which main weights are cut, innermost first."""
+        """The groups over which main weights are sharded, innermost first."""
         axes = AXIS_BELOW_DEPTH[: self.spec.optim_depth]
         comms = [self.context.mesh_communicators.comms[axis].gather for axis in axes]
         return tuple(comm.group for comm in comms if comm is not None)
 
     @property
     def _num_rows(self) -> int:
-        """Rows of a mesh of one axis, if main weights are cut within each."""
+        """Number of inner groups if the device mesh has one axis, but main weights are sharded only
+        within each of several inner groups; else 1."""
         has_rows = self.mesh.device_mesh.ndim == 1 and self.spec.optim_depth == 1
         return self.mesh.outer.size if has_rows else 1
 
@@ -232,15 +232,15 @@ class ParamAndGradBuffer:
     def rebuild(
         self, kind: BufferKind, codec: ParamCodec, resources: Allocation | None = None
     ) -> None:
-        """Allocate weights and gradients of other dtypes. Full and sharded parameters stay the
-        same objects; weights keep their values, rounded. No collective may be in flight. Not
-        collective.
+        """Allocate weights and gradients in other dtypes. Full and sharded parameters stay the same
+        objects, and weights keep their values, rounded to the new dtypes. No collective may be in
+        flight. Not collective.
 
         Args:
-            kind: differs in dtypes alone.
-            codec: The codec, which serves no other buffer.
-            resources: with which those are allocated that have been on the meta device; they have
-                no values yet.
+            kind: The new kind, which differs from the present one only in dtypes.
+            codec: A new codec for this buffer.
+            resources: The memory and the placement, if the buffer was on the meta device until now
+                and has no values. None: those of the present buffer.
         """
         self.spec = replace(self.spec, kind=kind)
         if resources is not None:
@@ -273,7 +273,7 @@ class ParamAndGradBuffer:
             self.attach_main_grads()
 
     def follow_requires_grad(self) -> None:
-        """Freeze and thaw full parameters as the user has the sharded ones since."""
+        """Copy ``requires_grad`` of the sharded parameters to the full ones, if it has changed."""
         if self.is_plain or not self.reads.requires_grad_changed:
             return
         self.reads.requires_grad_changed = False
@@ -297,14 +297,14 @@ class ParamAndGradBuffer:
         there is none.
 
         Args:
-            params: by ``id``, those that are asked about.
+            params: The ``id`` of each parameter to look at.
         """
         assert self.grads is not None
         if not (self.grads.awaits_last_microbatch or self.hooks.hooked):
             return None
         found = gradients_of(self.sharded_params)
         for index, (param, grad) in enumerate(zip(self.sharded_params, found, strict=True)):
-            # Gradients that users assigned are final, and so are zeros.
+            # Gradients that the user has assigned need no reduction, and neither do zeros.
             if id(param) not in params or grad is None or grad is not self.published.tensor(index):
                 continue
             if not self.is_plain or bool(grad.any()):
@@ -312,15 +312,16 @@ class ParamAndGradBuffer:
         return None
 
     def run_hooks(self) -> None:
-        """Run users' hooks on published gradients, and add earlier gradients to them. See
+        """Run users' hooks on published gradients, and add earlier gradients to these. See
         :class:`ParamHooks`."""
         self.hooks.run_on_gradients(self.sharded_params)
         self.published.add_earlier()
         self.hooks.run_on_params(self.sharded_params)
 
     def attach_main_grads(self) -> None:
-        """Set ``main_grad``: of full parameters to the full accumulated gradient, if there is one;
-        of sharded ones to this rank's slice (``FlatDTensor.main_grad``)."""
+        """Provide ``main_grad``. For sharded parameters it is this rank's slice of the accumulated
+        gradient (``FlatDTensor.main_grad``). For full parameters it is the full accumulated
+        gradient; they have none where gradients are sharded."""
         if self.grads is None:
             return
         self.reads.main_grad = self.published.main_grad
@@ -328,7 +329,7 @@ class ParamAndGradBuffer:
         if self.grads.writes_to_staging:
             return
         tensors = self.grads.give_out()
-        # Users may put main_grad into .grad, so it is the published tensor where there is one.
+        # Users may assign main_grad to .grad, so main_grad is the published tensor if there is one.
         if self.is_plain and tensors.optim is None:
             main_grads = tensors.publish(self.sharded_params, self.spec.optim_depth)
         else:
@@ -337,19 +338,21 @@ class ParamAndGradBuffer:
             param.main_grad = grad  # type: ignore[attr-defined]
 
     def discard_gradients(self, *, zero: bool = False) -> None:
-        """See :meth:`PublishedGradients.discard`; of full parameters, too."""
+        """Drop all gradients of sharded and full parameters. See
+        :meth:`PublishedGradients.discard`."""
         if self.grads is not None:
             self.published.discard(zero=zero)
             clear_gradients(self.full_params)
 
     @property
     def has_dtensors(self) -> bool:
-        """Whether some of its parameters are DTensors over others' mesh dimensions."""
+        """Whether a parameter is a DTensor over mesh dimensions other than the engine's."""
         return any(spread is not None for spread in self.spreads)
 
     def gradient_to_shard(self) -> Callable[[int, Tensor], Tensor] | None:
-        """Returns a function that makes the gradient of full parameter ``index`` this rank's plain
-        shard: see :meth:`TensorParallelSpec.shard_of_gradient`. None: all gradients are."""
+        """Returns a function that computes this rank's plain shard of the gradient of a full
+        parameter, given its index and the gradient; None: all gradients are plain shards already.
+        See :meth:`TensorParallelSpec.shard_of_gradient`."""
         plain = self.weights.codec.gradient()
         if plain is None and not self.has_dtensors:
             return None
@@ -364,24 +367,25 @@ class ParamAndGradBuffer:
 
     @property
     def main_gradients(self) -> Tensor:
-        """This rank's reduced gradients, 1-D; with zeros between parameters."""
+        """This rank's reduced gradients, 1-D, with zeros as padding between parameters."""
         assert self.grads is not None
         grads = self.grads.optim_grads
         assert grads is not None
         return grads
 
     def counted_gradients(self, num_ranks: int, num_others: int) -> list[tuple[Tensor, int]]:
-        """This rank's reduced gradients in parts, 1-D, each with the number of ranks that hold its
-        elements; none where there are no gradients.
+        """Returns this rank's reduced gradients as 1-D tensors, each with the number of ranks that
+        hold its elements. Empty if there are no gradients.
 
         Args:
-            num_ranks: all ranks of the model.
-            num_others: how many they are for each data-parallel rank.
+            num_ranks: Number of all ranks of the model.
+            num_others: Number of ranks of the model for each data-parallel rank.
         """
         grads = self.grads.optim_grads if self.grads is not None else None
         if grads is None:
             return []
-        # Of a DTensor others' dimensions and the ranks that share it are all ranks.
+        # A DTensor is distributed over all ranks of the model, other parameters over the mesh of
+        # this buffer and over all ranks beside each rank of the mesh.
         parts, sharing = self.layout.num_shards, self.mesh.size * num_others
         return [
             (grads[start:stop], num_ranks // (parts * shards) if shards else sharing // parts)
@@ -390,8 +394,9 @@ class ParamAndGradBuffer:
 
     @cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
-        """Ranges of this rank's part of a buffer, and into how many shards others' mesh dimensions
-        cut the DTensors in them; 0: they are plain. Between parameters there are zeros."""
+        """Ranges of this rank's shard, as (start, stop, number of shards). The number is that of
+        shards of its DTensors over mesh dimensions other than the engine's; 0: its parameters are
+        plain tensors. A range may include padding, which is zero."""
         depth, at = self.spec.optim_depth, self.mesh.coordinate
         base, stop = self.layout.range(depth, at)
         if not self.has_dtensors:
@@ -411,13 +416,14 @@ class ParamAndGradBuffer:
     def _load_initial_values(
         self, params: Sequence[nn.Parameter], group: ProcessGroup | None
     ) -> None:
-        """This rank's part of the user's values; those of the first rank of ``group``, if given."""
+        """Copy this rank's shard of the user's values into the main weights. If ``group`` is given,
+        its first rank's values are used on all ranks."""
         at = self.mesh.coordinate
         initial_value = self.weights.codec.initial_value
         values: Iterable[Tensor] = (flat_source(initial_value(param)) for param in params)
         if group is not None:
-            # One message for the whole buffer, whatever the number of parameters. The values of
-            # the other ranks are not looked at: they may be on the meta device.
+            # One message for the whole buffer, regardless of the number of parameters. The values
+            # of the other ranks are not read, since they may be on the meta device.
             main = self.weights.main.tensor
             flat = mem.zeros(self.layout.numel, main.dtype, self.context.memory.device)
             places = [flat[slot.offset : slot.stop] for slot in self.layout.slots]
@@ -447,7 +453,8 @@ class ParamAndGradBuffer:
         self.reads.on_gradient = self.published.was_set
 
     def as_parameter(self, index: int, full: Tensor) -> nn.Parameter:
-        """``full``, a plain parameter; over it, a DTensor where the user's parameter is one."""
+        """Returns ``full`` as parameter ``index`` of modules: wrapped into a DTensor if the user's
+        parameter is one."""
         spread = self.spreads[index]
         if spread is not None:
             full = spread.wrap(full.detach())

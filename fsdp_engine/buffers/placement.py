@@ -1,6 +1,7 @@
-"""This rank's shards of a buffer: where they are between uses, and how they are read and written.
+"""This rank's shards of main weights and gradients: their memory, and how it is read and written.
 
-A seam: here they are in memory of the device. :class:`Placement` makes the others.
+A seam: these classes store shards in memory of the device. A subclass of :class:`Placement` creates
+shards in other memory.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from fsdp_engine.memory.allocator import TransientStorage
 
 
 class MainShard:
-    """The main weights, and how gathers read them.
+    """This rank's shard of the main weights, and the operations with which gathers read it.
 
     Args:
         spec, context: The spec and context of the buffer.
-        codec: the codec of the buffer.
-        tensor: memory of the shard, 1-D; None: it is allocated.
+        codec: The codec of the buffer.
+        tensor: The memory of the shard, 1-D; None: it is allocated.
 
     Attributes:
-        buffer: the shard, at the depth of OPTIM. Its tensor has a version counter of its own, so
-            that edits in place are distinguished from gathers into the same memory.
-        memory: storages that need memory while the operations of :meth:`source` run.
-        is_resident: the shard is in memory of the device, so that gathers send it at once.
-        before_change: called before users change the shard; None: nothing has to be done.
+        buffer: The shard, at the depth of OPTIM. Its tensor has its own version counter, which
+            edits in place increase, and gathers into the same memory do not.
+        memory: Storages that need memory while the operations of :meth:`source` run.
+        is_resident: Whether the shard is in memory of the device, so that gathers can send it
+            without a copy.
+        before_change: A function that is called before users change the shard; None: not needed.
     """
 
     memory: Sequence[TransientStorage] = ()
@@ -61,20 +63,21 @@ class MainShard:
 
     @property
     def _role(self) -> str:
-        """The role in the ledger: main weights in the compute dtype are compute weights, too."""
+        """The role in the ledger. "model": the main weights are also the compute weights."""
         return "model" if self._codec.is_identity else "main"
 
     @property
     def persistent(self) -> list[Tensor]:
-        """Memory of the device that this object holds."""
+        """The tensors in memory of the device that this object holds."""
         return [] if self._own is None else [self._own]
 
     def prepare(self) -> Chain:
-        """Returns the operations that follow each change of the main weights, before gathers."""
+        """Returns the operations that must run after a change of the main weights and before a
+        gather."""
         return Chain()
 
     def source(self) -> Gather:
-        """Returns a gather of the main weights, encoded by the codec."""
+        """Returns the description of a gather that sends the main weights, encoded by the codec."""
         spec, codec, main = self._spec, self._codec, self.buffer.tensor
         if codec.is_identity:
             return Gather(spec.label, spec.tag, main)
@@ -82,7 +85,7 @@ class MainShard:
         return Gather(spec.label, spec.tag, encode, reads=[main], writes=[*codec.state])
 
     def changed_on_host(self) -> None:
-        """The host has written the shard."""
+        """Called after code of the host has written the shard."""
 
     def give_back(self) -> None:
         """Remove the memory from the ledger; it is freed with this object."""
@@ -91,15 +94,15 @@ class MainShard:
 
 
 class GradientShard:
-    """Accumulated gradients, and where reductions write them.
+    """This rank's shard of accumulated gradients, and the memory that reductions write.
 
     Args:
         spec, context: The spec and context of the buffer.
         depth, dtype: The depth and dtype of the shard.
 
     Attributes:
-        is_resident: the shard has memory also while gradients are cleared.
-        memory: storages that need memory while reductions run.
+        is_resident: Whether the shard keeps its memory while gradients are cleared.
+        memory: Storages that need memory while reductions run.
     """
 
     is_resident = False
@@ -124,11 +127,12 @@ class GradientShard:
     def allocate(
         self, storages: list[TransientStorage], *, sent: bool
     ) -> tuple[ShardedBuffer, ShardedBuffer]:
-        """Returns the shard for users, with memory, and the buffer that reductions write.
+        """Allocate the shard. Returns the buffer for users and the buffer that reductions write.
 
         Args:
-            storages: storages that can be freed while gradients are cleared are added to them.
-            sent: collectives use the memory.
+            storages: A list to which storages are added that can be freed while gradients are
+                cleared.
+            sent: Collectives send or receive from the memory.
         """
         memory, numel = self._context.memory, self._numel
         if memory.is_fixed:
@@ -143,36 +147,36 @@ class GradientShard:
         return buffer, buffer
 
     def add_bring(self, chain: Chain) -> None:
-        """Add to ``chain`` the operations before reductions that add to the shard."""
+        """Add operations to ``chain`` that must precede reductions that add to the shard."""
 
     def add_take(self, chain: Chain) -> None:
-        """Add to ``chain`` the operations that follow reductions into the shard."""
+        """Add operations to ``chain`` that must follow reductions into the shard."""
 
 
 class Placement:
-    """Makes the shards of buffers."""
+    """Creates the shards of main weights and gradients of an engine's buffers."""
 
     def make_main(self, spec: BufferSpec, context: BufferContext, codec: ParamCodec) -> MainShard:
-        """Returns the main weights of a buffer, which are no part of compute weights."""
+        """Returns the shard of main weights that are not a view of the compute weights."""
         return MainShard(spec, context, codec)
 
     def device_of_main(self, device: torch.device) -> torch.device:
-        """Returns the device of main weights of a model that computes on ``device``."""
+        """Returns the device of main weights for a model that computes on ``device``."""
         return device
 
     def make_gradients(
         self, spec: BufferSpec, context: BufferContext, depth: int, dtype: torch.dtype
     ) -> GradientShard:
-        """Returns the accumulated gradients of a buffer, or those that its optimizer reads."""
+        """Returns a shard for a buffer's accumulated gradients, or for those of its optimizer."""
         return GradientShard(spec, context, depth, dtype)
 
     def make_pending_step(self, compute: Lane) -> PendingStep:
-        """Returns the pending step of a buffer. ``compute``: the engine's lane."""
+        """Returns the object for the pending optimizer steps of a buffer. ``compute`` is the
+        compute lane of the engine."""
         return PendingStep(compute)
 
     def start(self, engine: Any) -> None:
-        """Take part in an :class:`~.engine.Engine`, which has buffers with such shards and has just
-        been built."""
+        """Called once for each :class:`~.engine.Engine` with such shards, when it is built."""
 
     def rebuilt(self, engine: Any, unit: Any) -> None:
-        """The shards of a :class:`~.runtime.unit.Unit` of ``engine`` were made anew."""
+        """Called when the shards of a :class:`~.runtime.unit.Unit` of ``engine`` were replaced."""

@@ -1,27 +1,29 @@
-"""The ``.grad`` that users see of one buffer's parameters, and what they do to it.
+"""``.grad`` of one buffer's parameters: publishing it, and detecting the user's changes of it.
 
 [Note: Gradients between backwards]
-Between two backwards ``.grad`` is the user's. The next backward looks at it:
+Between two backwards users may change ``.grad``. When the next backward begins, it looks at the
+``.grad`` of each parameter:
 
-    None                     cleared: the next gradient overwrites
-    zeroed                   cleared, but becomes zeros at least, as in one process
+    None                     cleared: the next gradient overwrites it
+    zeroed                   cleared, but without a next gradient it is zeros, as in one process
     as published, or edited  kept: the next gradient is added
-    another tensor           taken in its place
+    another tensor           kept instead of the published one: the next gradient is added
 
-Edits count where the gradient is reduced. Between microbatches of ``no_sync()`` the ``.grad`` of a
-rank is a summand, and an edit of it is not one of the sum: it raises. A plain tensor does not
-record that it was zeroed; it is kept, and zeros are added to.
+Edits are accepted if the gradient is reduced. Between microbatches of ``no_sync()`` the ``.grad``
+of a rank is a summand, and an edit of the summand is not an edit of the sum, so it raises an error.
+A plain tensor does not record that it was zeroed: it is kept, and the next gradient is added.
 
-Reduced gradients that must not be reduced once more are kept beside the accumulation buffer until
-its reduction is done, and are added then:
+Some reduced gradients must not be reduced once more. They are stored outside of the accumulation
+buffer, and added to it when its reduction is done:
 
-- *earlier* gradients: those that users put into ``.grad``; those that a ``comm_dtype`` of low
-  precision would round once more ([Note: Reducing again] in ``gradient_scale.py``); those of
-  parameters with hooks, which autograd runs on the new gradient alone. They are added after the
-  hooks have run.
-- *penalties*: gradients that autograd accumulates into a sharded parameter itself, since a penalty
-  on the parameters was part of the loss. A penalty's gradient is that of the slice, the same on all
-  ranks that hold it. They are part of the new gradient and are added before the hooks run.
+- *Earlier* gradients are tensors that users have assigned to ``.grad``; gradients that a narrower
+  ``grad_comm_dtype`` would round once more ([Note: Reducing again] in ``gradient_scale.py``); and
+  gradients of parameters with hooks, because hooks of autograd see only the new gradient. Earlier
+  gradients are added after the hooks have run.
+- *Penalties* are gradients that autograd accumulates into a sharded parameter itself, because the
+  loss contains a penalty on sharded parameters. The gradient of a penalty is that of the slice, and
+  is equal on all ranks that hold the slice. Penalties are part of the new gradient, and are added
+  before the hooks run.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ from fsdp_engine.flat_dtensor.slices import check_gradient
 
 @dataclass(slots=True)
 class FoundGradients:
-    """What one backward found as ``.grad``, until gradients are published.
+    """The ``.grad`` that a backward found when it began. Kept until gradients are published.
 
     Attributes:
-        detached: parameters whose ``.grad`` was made None for the time of the backward.
-        unchanged: all of it was published, and still is ``.grad``.
-        by_autograd: parameters that autograd accumulates into by itself in this backward.
+        detached: Indices of parameters whose ``.grad`` is None during the backward.
+        unchanged: Whether every ``.grad`` was the published tensor, and still is.
+        by_autograd: Indices of sharded parameters into which autograd accumulates in this backward.
     """
 
     detached: Sequence[int] = ()
@@ -62,19 +64,20 @@ class FoundGradients:
 
 
 class PublishedGradients:
-    """See the module docstring.
+    """Publishes ``.grad`` of one buffer's parameters. See the module docstring.
 
-    What every backward looks at is looked at by passes in C, and by Python only where it is out of
-    the ordinary: parameters may be many, and small.
+    A model may have many small parameters, so each backward inspects them by functions in C
+    (``map``, ``any``). Python code runs only for gradients that users have changed.
 
     Args:
-        params: what users hold.
+        params: The parameters that users see.
         names: The names of the parameters.
-        gradients: where they are.
-        reads: what users look at; None: they hold the full parameters, plain tensors.
+        gradients: The gradients to publish.
+        reads: The record of the user's accesses to ``.grad``. None: users see the full parameters,
+            plain tensors, whose accesses are not recorded.
 
     Attributes:
-        is_plain: users hold the full parameters.
+        is_plain: Whether users see the full parameters, plain tensors.
     """
 
     def __init__(
@@ -93,23 +96,25 @@ class PublishedGradients:
 
     @property
     def used(self) -> bytes | bytearray:
-        """Per parameter, 1: a gradient arrived on this rank since gradients were cleared."""
+        """One byte for each parameter. 1: this rank had a gradient since gradients were cleared."""
         step = self._gradients.step
         return bytes(len(self._params)) if step is None else step.used
 
     def begin_backward(self, *, reduced: bool, hooked: Collection[int] = ()) -> None:
-        """See [Note: Gradients between backwards].
+        """Inspect ``.grad`` when a backward begins. See [Note: Gradients between backwards].
 
         Args:
-            reduced: gradients are reduced. False: microbatches are accumulated, or nothing is.
-            hooked: parameters with hooks on their gradients.
+            reduced: Gradients are reduced. False: they are accumulated over microbatches and not
+                reduced, or cleared.
+            hooked: Indices of parameters with hooks on their gradients.
 
         Raises:
-            RuntimeError: one was edited between microbatches; names the parameter.
+            RuntimeError: A gradient was edited between microbatches. The message names the
+                parameter.
         """
         self._found = None
         if self._gradients.step is None and not self.is_plain:
-            return  # a user who sets a gradient begins a step
+            return  # no .grad was set: setting one of a sharded parameter begins a step
         found = gradients_of(self._params)
         if not any(map(is_not, found, repeat(None))):
             self._drop_step()
@@ -134,7 +139,7 @@ class PublishedGradients:
                 if found[index] is published[index] and index not in cleared:
                     self._clear_or_raise(step, index, published[index])
         step.versions = versions
-        if self.is_plain:  # autograd would add to it in place, unscaled
+        if self.is_plain:  # autograd would add to .grad in place, unscaled
             detached = _places(map(is_not, found, repeat(None)))
         else:
             detached = [index for index in others if found[index] is not None]
@@ -145,17 +150,18 @@ class PublishedGradients:
             self._keep_reduced(step, cleared.union(others), hooked)
 
     def check_gradient(self, index: int, grad: Tensor) -> None:
-        """Check what autograd is about to accumulate into a sharded parameter by itself.
+        """Check the gradient that autograd is about to accumulate into sharded parameter ``index``.
 
         Raises:
-            RuntimeError: it is not computed from gradients of slices; names the parameter.
+            RuntimeError: ``grad`` is not computed from gradients of slices. The message names the
+                parameter.
         """
         param = self._params[index]
         assert isinstance(param, FlatDTensor)
         check_gradient(FlatDTensor, grad, param.flat_placement)
 
     def detach_for_autograd(self, index: int) -> None:
-        """Autograd is about to accumulate into a sharded parameter by itself."""
+        """Set ``.grad`` to None before autograd accumulates into sharded parameter ``index``."""
         if self._found is None:
             self._found = FoundGradients()
         if index not in self._found.by_autograd:
@@ -164,8 +170,8 @@ class PublishedGradients:
             self._params[index].grad = None
 
     def end_backward(self) -> None:
-        """Backward is over: keep what autograd has accumulated into the parameters as
-        penalties."""
+        """Store the gradients that autograd has accumulated into sharded parameters as penalties,
+        at the end of a backward."""
         if self._found is None or not self._found.by_autograd:
             return
         published, step = self._published(), self._gradients.make_step()
@@ -179,11 +185,11 @@ class PublishedGradients:
         step.versions = self._gradients.accumulation().versions()
 
     def publish(self, used: Sequence[int], *, reduced: bool) -> None:
-        """Make ``.grad`` of the parameters that were used the accumulated sums.
+        """Set ``.grad`` of the parameters that were used to the accumulated sums.
 
         Args:
             used: For each parameter, whether any rank had a gradient.
-            reduced: all is reduced: penalties are added to it.
+            reduced: All sums are reduced, so that penalties are added to them.
         """
         gradients, found = self._gradients, self._found
         tensors, step = gradients.accumulation(), gradients.make_step()
@@ -196,18 +202,19 @@ class PublishedGradients:
             wanted = [*wanted]
             grads = gradients_of(self._params)
             for index in zeros_in(bytes(used)):
-                # One from an earlier microbatch goes, what users have put there stays.
+                # A published gradient of an earlier microbatch is removed. A tensor that the user
+                # has assigned is kept.
                 wanted[index] = None if grads[index] is wanted[index] else grads[index]
                 step.num_published -= wanted[index] is None
         if found is None or not found.unchanged or not is_complete:
             set_gradients(self._params, wanted)
         if reduced and step.penalties:
             self._add(step.penalties)
-        # Between microbatches users may clear gradients, but not edit them.
+        # Between microbatches users may clear gradients, but not edit them: versions detect edits.
         step.versions = [] if reduced else tensors.versions()
 
     def add_earlier(self) -> None:
-        """Add earlier gradients to the published ones, on which hooks have run."""
+        """Add earlier gradients to the published ones, after hooks have run on these."""
         step = self._gradients.step
         if step is None:
             return
@@ -216,7 +223,7 @@ class PublishedGradients:
             step.versions = self._gradients.accumulation().versions()
 
     def put_back(self) -> None:
-        """This microbatch brought no gradients: ``.grad`` becomes what it was before."""
+        """Restore the ``.grad`` from before a microbatch that computed no gradients."""
         found, self._found = self._found, None
         step = self._gradients.step
         if step is None:
@@ -228,9 +235,10 @@ class PublishedGradients:
             set_gradients(params, [published[index] for index in found.detached])
 
     def publish_one(self, index: int) -> Tensor:
-        """Make ``.grad`` of one parameter its place among the gradients, which the caller fills.
+        """Set ``.grad`` of parameter ``index`` to its published tensor and return it. The caller
+        writes the values.
 
-        For a gradient that was computed outside backward; the next backward adds to it.
+        This is for a gradient that was computed outside of backward. The next backward adds to it.
         """
         if self._reads is not None:
             self._reads.wait()
@@ -240,10 +248,12 @@ class PublishedGradients:
         return grad
 
     def put(self, index: int, grad: Tensor, *, is_reduced: bool) -> None:
-        """Make ``.grad`` of one parameter ``grad``, this rank's part of it.
+        """Set ``.grad`` of a parameter to given values.
 
         Args:
-            is_reduced: it is, as those of all others are.
+            index: The index of the parameter.
+            grad: This rank's slice of the values.
+            is_reduced: The values are reduced, like the gradients of all other parameters.
         """
         if is_reduced:
             local_part(self.publish_one(index)).copy_(grad)
@@ -252,12 +262,12 @@ class PublishedGradients:
             self._gradients.make_step()
 
     def tensor(self, index: int) -> Tensor:
-        """Returns the tensor that ``.grad`` of parameter ``index`` is where there is one."""
+        """Returns the published tensor of parameter ``index``, whether it is ``.grad`` or not."""
         return self._published()[index]
 
     def main_grad(self, index: int) -> Tensor:
-        """Returns this rank's shard of the sum for a sharded parameter: its ``.grad``, if there is
-        one; zeros, if nothing is accumulated."""
+        """Returns ``main_grad`` of a sharded parameter: its ``.grad``, if there is one, else this
+        rank's shard of the accumulated sum, or zeros if nothing is accumulated."""
         param, step = self._params[index], self._gradients.step
         if param.grad is not None:
             return param.grad
@@ -272,7 +282,7 @@ class PublishedGradients:
         return found
 
     def set_main_grad(self, index: int, value: Tensor) -> None:
-        """Copy ``value`` into what :meth:`main_grad` returns."""
+        """Copy ``value`` into the tensor that :meth:`main_grad` returns."""
         step = self._gradients.step
         if self._params[index].grad is None and (step is None or step.is_published):
             self.publish_one(index)
@@ -281,7 +291,8 @@ class PublishedGradients:
             target.copy_(value)
 
     def publish_full(self, values: Sequence[Tensor] | None) -> None:
-        """Every rank has full gradients, ``values``, until they are cleared; None: no longer."""
+        """Provide the full gradients ``values`` on every rank until gradients are cleared. None:
+        drop them."""
         self._gradients.make_step().full_values = values
         for index, tensor in enumerate(self._published()):
             assert isinstance(tensor, FlatDTensor)
@@ -289,15 +300,15 @@ class PublishedGradients:
 
     @property
     def has_full(self) -> bool:
-        """Whether :meth:`publish_full` has published any."""
+        """Whether :meth:`publish_full` has provided full gradients."""
         step = self._gradients.step
         return step is not None and step.full_values is not None
 
     def was_set(self, is_there: bool) -> None:
-        """The user has made one gradient None, or (``is_there``) another one.
+        """Called when the user has set one ``.grad`` to None, or (``is_there``) to a tensor.
 
-        With the last one the step is dropped. (If it is not seen to be the last one, the next
-        backward sees it.)
+        When all published gradients are None, the step is dropped. (Cases that this method misses
+        are detected when the next backward begins.)
         """
         step = self._gradients.step
         if is_there:
@@ -311,17 +322,17 @@ class PublishedGradients:
                 self._drop_step()
 
     def scale_kept(self, factor: float | Tensor) -> None:
-        """Multiply earlier gradients and penalties."""
+        """Multiply earlier gradients and penalties by ``factor``."""
         step = self._gradients.step
         for kept in (step.earlier, step.penalties) if step is not None else ():
             for each in kept.values():
                 scale_(local_part(each), factor)
 
     def discard(self, *, zero: bool = False) -> None:
-        """Drop the step and this backward; ``.grad`` becomes None.
+        """Drop the gradients of the step and of a running backward, and set ``.grad`` to None.
 
         Args:
-            zero: the next step begins with the same memory, zeroed.
+            zero: Begin the next step with the same memory, which is zeroed.
         """
         gradients, self._found = self._gradients, None
         gradients.writer = None
@@ -335,7 +346,7 @@ class PublishedGradients:
 
     @property
     def are_cleared(self) -> bool:
-        """Nothing is accumulated, or ``.grad`` of all is None or was zeroed since."""
+        """Whether no gradients are accumulated, or each ``.grad`` is None or was zeroed."""
         step = self._gradients.step
         if step is not None and (not step.is_published or step.holds_any):
             return False
@@ -344,8 +355,8 @@ class PublishedGradients:
 
     @property
     def are_cleared_or_zeroed(self) -> bool:
-        """As :attr:`are_cleared`; also of plain tensors that were zeroed. The host waits for the
-        device if they were edited."""
+        """As :attr:`are_cleared`, but also true if plain tensors were zeroed. If they were edited,
+        this reads their values, which is a host sync."""
         cleared = self.are_cleared
         if cleared or not self.is_plain:
             return cleared
@@ -353,19 +364,19 @@ class PublishedGradients:
         if step is None or not step.is_published or step.holds_any:
             return False
         if step.versions and step.versions == self._gradients.accumulation().versions():
-            return False  # untouched since the last microbatch
+            return False  # not edited since the last microbatch
         return not any(bool(grad.any()) for grad in gradients_of(self._params) if grad is not None)
 
     @property
     def name_of_penalty(self) -> str | None:
-        """A parameter with gradients of this rank's slice alone, by name; None: there is none."""
+        """The name of a parameter with a penalty; None: there is none."""
         step = self._gradients.step
         index = next(iter(step.penalties), None) if step is not None else None
         return None if index is None else self._names[index]
 
     def _drop_step(self) -> None:
-        """All gradients are cleared. See [Note: When gradients are held] in
-        ``gradients.py``."""
+        """Drop the step, whose gradients are all cleared. See [Note: When gradients are held] in
+        ``gradient_memory.py``."""
         step, reads = self._gradients.step, self._reads
         if step is None:
             return
@@ -380,7 +391,8 @@ class PublishedGradients:
     def _look_at_others(
         self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]
     ) -> None:
-        """Record that ``.grad`` of ``others`` is not the published gradient."""
+        """Take the ``.grad`` of parameters ``others``, which is not the published tensor: None
+        clears the gradient, another tensor becomes an earlier gradient."""
         for index in others:
             grad = found[index]
             step.sums[index] = 0
@@ -392,7 +404,14 @@ class PublishedGradients:
     def _keep_reduced(
         self, step: StepGradients, without: set[int], hooked: Collection[int]
     ) -> None:
-        """Reduced gradients, but for those that are cleared, are to be added to."""
+        """Keep reduced gradients, to which the next gradients are added: in the accumulation
+        buffer, or, where that is not possible, as earlier gradients.
+
+        Args:
+            step: The gradients of the step.
+            without: Indices of parameters whose reduced gradients are cleared or replaced.
+            hooked: Indices of parameters with hooks on their gradients.
+        """
         is_inexact, published = self._gradients.is_inexact, self._published()
         kept = [
             index
@@ -412,7 +431,8 @@ class PublishedGradients:
         kept.clear()
 
     def _clear_or_raise(self, step: StepGradients, index: int, grad: Tensor) -> None:
-        """``grad`` was changed since microbatches were accumulated in it."""
+        """Handle ``grad``, which was changed between microbatches: clear the sum if a plain tensor
+        was zeroed, else raise RuntimeError."""
         if isinstance(grad, FlatDTensor) or bool(grad.any()):
             raise RuntimeError(
                 f"backward: expected .grad of {self._names[index]} to be left alone, or cleared by "
@@ -422,18 +442,18 @@ class PublishedGradients:
         step.sums[index] = 0
 
     def _published(self) -> list[Tensor]:
-        """The tensors that ``.grad`` of the parameters are where there are gradients."""
+        """Returns the published tensor of each parameter, whether it is ``.grad`` or not."""
         gradients = self._gradients
         return gradients.accumulation().publish(self._params, gradients.optim_depth)
 
 
 def _places(flags: Iterable[bool]) -> list[int]:
-    """Those that are set."""
+    """Returns the indices of flags that are True."""
     return [place for place, flag in enumerate(flags) if flag]
 
 
 def _keep(kept: dict[int, Tensor], index: int, grad: Tensor) -> None:
-    """Add ``grad`` to the kept gradient of parameter ``index``."""
+    """Add ``grad`` to the gradient of parameter ``index`` in ``kept``."""
     known = kept.get(index)
     kept[index] = grad if known is None else local_part(known) + local_part(grad)
 
@@ -444,7 +464,7 @@ def _drop_kept(step: StepGradients, index: int) -> None:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of ``tensor``."""
+    """Returns this rank's part of ``tensor`` as a plain tensor."""
     if isinstance(tensor, FlatDTensor):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
 """Flat tensors of a layout, with their gathers and reductions from one depth to another.
 
-See [Note: Depth] in ``strategies/pair.py``. A gather goes from this rank's range to a larger one, a
-reduction to a smaller one, one axis at a time, in place:
+See [Note: Depth] in ``strategies/pair.py``. A gather replaces this rank's range by a larger one, a
+reduction by a smaller one. Both run in place, one axis after the other:
 
     reduce                                   gather
     depth 0  [........................]      [........................]
@@ -10,8 +10,8 @@ reduction to a smaller one, one axis at a time, in place:
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-Either is one link per axis of a chain (``comm/lanes.py``), on the lane of that axis. Chains are
-constructed once. Along an axis of one rank nothing is sent.
+Each adds one submission per axis to a chain (``comm/lanes.py``), on the lane of that axis. Chains
+are built once. Along an axis of one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from fsdp_engine.strategies import AXIS_BELOW_DEPTH, Axis
 
 @dataclass(frozen=True)
 class ShardedBuffer:
-    """One flat tensor holding ``layout.range(depth, at)``.
+    """A flat tensor that holds the range ``layout.range(depth, at)`` of a layout.
 
     Attributes:
-        layout: where tensors sit.
-        at: this rank's place.
-        depth: the range that ``tensor`` holds.
-        tensor: 1-D, as long as that range.
+        layout: The offsets of the parameters, and the range of each rank at each depth.
+        at: The coordinate of this rank on the mesh.
+        depth: The depth of the range that ``tensor`` holds.
+        tensor: The elements of the range, 1-D.
     """
 
     layout: Layout
@@ -55,7 +55,8 @@ class ShardedBuffer:
         assert self.tensor.numel() == stop - start
 
     def narrow(self, depth: int) -> Tensor:
-        """The part that this rank holds at ``depth``, which must be this buffer's or deeper."""
+        """Returns the range that this rank holds at ``depth``, as a view. ``depth`` must not be
+        less than the depth of this buffer."""
         assert depth >= self.depth
         if depth == self.depth:
             return self.tensor
@@ -64,17 +65,19 @@ class ShardedBuffer:
         return self.tensor[start - base : stop - base]
 
     def local(self, index: int, depth: int) -> Tensor:
-        """The 1-D part of tensor ``index`` that this rank holds at ``depth``; may be empty."""
+        """Returns the slice of parameter ``index`` that this rank holds at ``depth``, as a 1-D
+        view. It may be empty."""
         base, _ = self.layout.range(self.depth, self.at)
         low, high = self.layout.tensor_range(index, depth, self.at)
         offset = self.layout.slots[index].offset - base
         if low == high:
-            # An empty range still has a place, so that its tensor shares this buffer's version.
+            # An empty slice is a view, too, so that it shares the version counter of this buffer.
             return self.tensor[:0]
         return self.tensor[offset + low : offset + high]
 
     def full(self, index: int) -> Tensor:
-        """Tensor ``index`` in its own shape; the buffer must hold the whole line."""
+        """Returns parameter ``index`` in its own shape, as a view. This buffer must have depth
+        0."""
         assert self.depth == 0
         slot = self.layout.slots[index]
         return self.tensor[slot.offset : slot.stop].view(slot.shape)
@@ -82,14 +85,14 @@ class ShardedBuffer:
     def gather(
         self, chain: Chain, context: BufferContext, from_depth: int, to_depth: int, how: Gather
     ) -> None:
-        """Add to ``chain`` the all-gathers, in place, of which this rank gives its range.
+        """Add to ``chain`` the in-place all-gathers of this buffer.
 
         Args:
-            chain: submissions; these come behind its links.
-            context: The communicators, lanes and memory of the buffer.
-            from_depth: The depth of the range that this rank gives.
-            to_depth: The depth of the range that it gets.
-            how: the source of this rank's range, and the names of the messages.
+            chain: The chain, to whose end submissions are added.
+            context: The communicators, the lanes and the memory of the engine.
+            from_depth: The depth of the range that this rank sends.
+            to_depth: The depth of the range that this rank receives.
+            how: The source of this rank's range, and the label and tag of the messages.
         """
         lanes, source = context.lanes, how.source
         begin = self.narrow(from_depth)
@@ -122,14 +125,14 @@ class ShardedBuffer:
     def reduce(
         self, chain: Chain, context: BufferContext, from_depth: int, to_depth: int, how: Reduction
     ) -> None:
-        """Add to ``chain`` the reductions of this tensor.
+        """Add to ``chain`` the reductions of this buffer.
 
         Args:
-            chain: submissions; these come behind its links.
-            context: The communicators, lanes and memory of the buffer.
-            from_depth: The depth of the range that this rank gives.
-            to_depth: The depth of the range of which it gets the sum.
-            how: the axes, the dtype of the sums, and where they go.
+            chain: The chain, to whose end submissions are added.
+            context: The communicators, the lanes and the memory of the engine.
+            from_depth: The depth of the range of this rank's summands.
+            to_depth: The depth of the range whose sum this rank receives.
+            how: The axes, the dtype and the target of the sums.
         """
         depth = from_depth
         for axis in how.over:
@@ -161,13 +164,15 @@ class ShardedBuffer:
 
 
 def flat_source(param: torch.Tensor) -> Tensor:
-    """The row-major elements of ``param``, whatever its strides; a copy only where needed."""
+    """Returns the elements of ``param`` in row-major order, 1-D. Copies them only if its strides
+    need it."""
     return param.detach().reshape(-1)
 
 
 @dataclass(frozen=True)
 class AxisComms:
-    """Communicators of one axis, one for each kind of lane. None where the axis has one rank."""
+    """The communicators of one axis, for its gather lane and for its reduce lane. None: the axis
+    has one rank."""
 
     gather: Communicator | None
     reduce: Communicator | None
@@ -177,13 +182,13 @@ _NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDiction
 
 
 class MeshCommunicators:
-    """The communicators between the depths of one mesh.
+    """The communicators of both axes of one mesh.
 
     Attributes:
-        mesh: whose ranks.
-        comms: by axis.
-        number: The number of communicators made before it over the same ranks, the same on all of
-            them.
+        mesh: The mesh.
+        comms: The communicators of each axis.
+        number: Number of ``MeshCommunicators`` that were created before for the same ranks. It is
+            equal on all of these ranks.
     """
 
     def __init__(self, mesh: DataMesh) -> None:
@@ -203,11 +208,13 @@ class MeshCommunicators:
 
 @dataclass(frozen=True)
 class BufferContext:
-    """The ranks of one mesh, the lanes and the memory of an engine, shared by its buffers.
+    """The communicators, lanes and memory of an engine, which the buffers of one mesh share.
 
     Attributes:
-        mesh_communicators, lanes, memory: these.
-        placement: a :class:`~.placement.Placement`, which makes the shards.
+        mesh_communicators: The communicators of the mesh.
+        lanes: The lanes of the engine.
+        memory: The memory manager of the engine.
+        placement: The :class:`~.placement.Placement` that creates shards.
     """
 
     mesh_communicators: MeshCommunicators
@@ -218,15 +225,15 @@ class BufferContext:
 
 @dataclass(frozen=True)
 class Gather:
-    """An all-gather.
+    """The description of an all-gather.
 
     Attributes:
-        label: of the buffer, for people.
-        tag: distinguishes its messages from others in flight.
-        source: this rank's shard: a tensor; a function, which writes it into the first of the
-            tensors that it is given; None: it is in place.
-        reads: tensors that the function reads.
-        writes: tensors that it writes beside the shard.
+        label: The name of the buffer, for messages.
+        tag: The tag that distinguishes its messages from others in flight.
+        source: The source of this rank's shard: a tensor, or an operation that writes the shard
+            into the first tensor of its argument. None: the shard is already in its place.
+        reads: Tensors that the operation ``source`` reads.
+        writes: Tensors that the operation ``source`` writes in addition to the shard.
     """
 
     label: str
@@ -238,18 +245,21 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduce-scatters and all-reduces.
+    """The description of reduce-scatters and all-reduces.
 
     Attributes:
-        label, tag: as of a gather; the tag after it is used, too.
-        over: axes along which ranks have summands, innermost first. Along axes that do not shard
-            the smaller range, all ranks get the sum.
-        into: receives the last sum; None: in place.
-        comm_buffer: summands are copied here and sent in its dtype; None: they are sent in place.
+        label: The name of the buffer, for messages.
+        tag: The tag of the messages. The tag ``tag + 1`` is also used.
+        over: The axes along which summands are reduced, innermost first. Along an axis over which
+            the result is not sharded, all ranks receive the sum (all-reduce).
+        into: The buffer that receives the sum of the last reduce-scatter; None: in place.
+        comm_buffer: The buffer into which summands are copied, to be sent in its dtype; None: they
+            are sent from their place.
         dtype: The dtype of the sums.
-        average: the collectives divide by the number of ranks.
-        boost: factor of summands in the communication dtype ([Note: Gradients in fp16]).
-        accumulate: the last sum is added to ``into``.
+        average: Whether the collectives divide by the number of ranks.
+        boost: The factor of summands in the communication dtype ([Note: Gradients in fp16] in
+            ``gradient_scale.py``).
+        accumulate: Whether the last sum is added to ``into``.
     """
 
     label: str
@@ -264,7 +274,7 @@ class Reduction:
 
 
 def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, factor: float) -> None:
-    """Add to ``chain``: ``out = source * factor``, whatever their dtypes."""
+    """Add the operation ``out = source * factor`` to ``chain``. The dtypes may differ."""
 
     def steps() -> Steps:
         _scaled_copy(source, out, factor)
@@ -274,8 +284,8 @@ def copy(chain: Chain, lane: Lane, label: str, source: Tensor, out: Tensor, fact
 
 
 def _scaled_copy(source: Tensor, out: Tensor, factor: float) -> None:
-    """``out = source * factor``, a power of two, computed in the dtype with the larger range: in
-    fp16 products may underflow that bf16 and fp32 hold."""
+    """Compute ``out = source * factor``. The factor is a power of two. The product is computed in
+    the dtype with the larger range, because it may underflow in fp16 and not in bf16 and fp32."""
     if factor == 1.0:
         out.copy_(source)
     elif torch.finfo(source.dtype).tiny > torch.finfo(out.dtype).tiny:
@@ -309,7 +319,8 @@ def _bring(source: Tensor | None, target: Tensor) -> Steps:
 def _scatter(
     comm: Communicator, sent: Tensor, out: Tensor, is_final_sum: bool, how: Reduction
 ) -> Operation:
-    """A reduce-scatter; ``is_final_sum``: its sums leave the communication dtype, unscaled."""
+    """Returns the operation of a reduce-scatter. ``is_final_sum``: ``out`` is in another buffer
+    than ``sent``, so the sums are divided by ``boost``."""
     return partial(
         comm.reduce_scatter,
         sent,
@@ -332,9 +343,9 @@ def _all_reduce(
     how: Reduction,
 ) -> None:
     lane = context.lanes.reduce(axis)
-    # The backend's own all-reduce sums in the dtype that it sends: for sums in a wider one, parts
-    # are exchanged and summed, and the sums gathered. (On gloo, too, its all-reduce is as good as
-    # the two halves pairwise, and needs no host in between.)
+    # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
+    # reduce-scatter of the communicator is followed by an all-gather. (Where the dtypes agree, the
+    # all-reduce of gloo, too, is as fast as these two, and the host need not drive it in between.)
     if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
         operation = partial(comm.all_reduce, tensor, average=how.average)
         _add_reduction(chain, lane, "all-reduce", axis, tensor, tensor, operation, how)
@@ -344,7 +355,8 @@ def _all_reduce(
     own = comm.part(tensor)
     scatter = _scatter(comm, sent, own, sent is not tensor, how)
     _add_reduction(chain, lane, "all-reduce", axis, sent, own, scatter, how)
-    # A tag of its own: parts of both halves may be in flight between two ranks.
+    # The all-gather has its own tag, as its messages can be in flight together with those of the
+    # reduce-scatter.
     gather = partial(comm.all_gather, tensor, tag=how.tag + 1)
     _add_reduction(chain, lane, "all-reduce", axis, own, tensor, gather, how)
 
@@ -364,7 +376,7 @@ def _add_reduction(
 
 
 def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:
-    """This rank's own is the sum."""
+    """Write the sum along an axis of one rank, which is this rank's summand, into ``out``."""
     if how.accumulate:
         out.add_(source, alpha=1.0 / how.boost)
     elif not begin_together(out, source):

@@ -1,4 +1,4 @@
-"""Descriptions of a parameter before it is sharded, and of a buffer of parameters."""
+"""The description of a parameter before it is sharded, and the description of a buffer."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from fsdp_engine.strategies import Role, Strategy
 
 @dataclass
 class ParamRecord:
-    """One parameter before it is sharded, with every place that refers to it.
+    """One parameter before it is sharded, with all modules that refer to it.
 
     Attributes:
-        name: its first fully qualified name.
-        param: the user's parameter.
-        holders: (module, attribute) pairs that have the parameter; several for a tied one.
-        aliases: all its names, the first included.
-        spread: The placement of a DTensor on mesh dimensions other than the engine's. Set when it
+        name: The first fully qualified name of the parameter.
+        param: The user's parameter.
+        holders: Pairs (module, attribute) that refer to the parameter; several if it is tied.
+        aliases: All names of the parameter, including the first one.
+        spread: The placement of a DTensor on mesh dimensions other than the engine's; None: the
+            parameter is a plain tensor. Set when the parameter is planned.
+        is_written: Whether this rank writes its elements to checkpoints. False: another rank of
+            those mesh dimensions holds the same elements and writes them. Set when the parameter
             is planned.
-        is_written: a checkpoint takes this rank's elements from here, and not from another rank of
-            those mesh dimensions that holds the same ones. Set when it is planned.
-        expert: The expert that this rank holds, of an expert parameter, which not all data-parallel
-            ranks share. Set when ranks have exchanged their experts.
+        expert: The expert that this rank holds, if this is an expert parameter, which only some
+            data-parallel ranks share. Set when ranks have exchanged their experts.
     """
 
     name: str
@@ -43,13 +44,13 @@ class ParamRecord:
 
     @property
     def shard(self) -> nn.Parameter:
-        """This rank's shard of ``param`` on mesh dimensions other than the engine's: a plain
-        parameter with the user's attributes; ``param`` itself, if it is no DTensor."""
+        """This rank's shard of a DTensor ``param`` on mesh dimensions other than the engine's, as a
+        plain parameter with the user's attributes. ``param`` itself if it is not a DTensor."""
         param = self.param
         if self.spread is None:
             return param
         with torch.no_grad():
-            made_whole = not isinstance(param, DTensor)  # to be given values
+            made_whole = not isinstance(param, DTensor)  # a full tensor, which gets values later
             local = self.spread.shard_of(param) if made_whole else param.to_local()  # type: ignore[attr-defined]
         shard = nn.Parameter(local, requires_grad=param.requires_grad)
         own = ("_local_tensor", "_spec")
@@ -62,13 +63,13 @@ class BufferKind:
     """The properties that all parameters of a buffer share.
 
     Attributes:
-        codec: name of the codec.
+        codec: The name of the codec.
         dtypes: The dtypes of weights and gradients.
-        requires_grad: they are trainable.
-        extra_divisor: gradients are divided by it, beside the mean over ranks (a parameter's
-            attribute ``gradient_divisor``).
-        is_expert: they are sharded over the expert mesh.
-        apart: name of a parameter that needs a buffer of its own.
+        requires_grad: Whether the parameters are trainable.
+        extra_divisor: The number by which gradients are divided in addition to the mean over ranks
+            (attribute ``gradient_divisor`` of a parameter).
+        is_expert: Whether the parameters are sharded over the expert mesh.
+        apart: The name of a parameter that needs a buffer of its own; "": none does.
     """
 
     codec: str
@@ -81,15 +82,15 @@ class BufferKind:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One buffer, as all ranks know it.
+    """The description of one buffer, which is equal on all ranks.
 
     Attributes:
-        label: its name in messages.
-        layout: offsets of its tensors.
-        kind: properties that its parameters share.
-        strategy: the levels of both axes.
-        tag: The tag of its point-to-point messages, which can be in flight beside those of others;
-            the next number is reserved for it, too.
+        label: The name of the buffer in messages.
+        layout: The offsets of the parameters.
+        kind: The properties that all parameters share.
+        strategy: The levels of both axes.
+        tag: The tag of the buffer's point-to-point messages, which distinguishes them from messages
+            of other buffers in flight. The buffer also uses the tag ``tag + 1``.
     """
 
     label: str

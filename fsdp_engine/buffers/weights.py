@@ -2,24 +2,26 @@
 
     main[OPTIM] --encode--> wire[PARAM] --gather--> full
 
-The buffers that are held depend only on the depths of OPTIM and PARAM and on the codec. There is a
-class for each case; :func:`make_weights` chooses one. A codec can have a class of its own:
+``main`` are the main weights, ``wire`` the encoded weights that are sent, and ``full`` the gathered
+compute weights; OPTIM and PARAM are their depths. The depths and the codec determine which of these
+are held between uses. There is a class for each case, which :func:`make_weights` chooses. A codec
+can have a class of its own.
 
     ======================  ============================  ====================================
-    case                    at rest                       from gather to free
+    case                    held between uses             allocated from gather to free
     ======================  ============================  ====================================
-    OPTIM at PARAM, which   main[OPTIM]                   full; main is encoded into it:
-    is sharded                                            :class:`GatheredWeights`
-    identity codec          wire[PARAM]; main is a view   full, unless PARAM is full:
+    OPTIM equals PARAM,     main[OPTIM]                   full; main is encoded into it:
+    and is sharded                                        :class:`GatheredWeights`
+    identity codec          wire[PARAM]; main is a view   full, if PARAM is sharded:
                                                           :class:`IdentityWeights`
-    cast                    main[OPTIM], wire[PARAM]      full, unless PARAM is full:
+    cast                    main[OPTIM], wire[PARAM]      full, if PARAM is sharded:
                                                           :class:`KeptWeights`
     ======================  ============================  ====================================
 
 *Refreshing* updates wire[PARAM] from main, once after every change of main. *Unsharding* gathers
-the full buffer, for every use. Each is a chain of operations that is built once. A cast and the
-first gather are one operation where no other has to be between them: such a gather has the codec's
-function as its source (``sharded_buffer.py``).
+the full buffer, for every use. Each is a chain of operations that is built once. If no other
+operation must run between a cast and the first gather, both are one operation: the gather has the
+codec's function as its source (``sharded_buffer.py``).
 """
 
 from __future__ import annotations
@@ -43,14 +45,14 @@ from fsdp_engine.strategies import AXIS_BELOW_DEPTH
 
 
 class FullParams(NamedTuple):
-    """Memory of full parameters.
+    """The full parameters of a buffer, and their memory.
 
     Attributes:
-        storages: the storage that is freed between uses; none if the parameters are kept.
-        target: the buffer, for operations that write it.
-        read: the buffer for readers, from when compute has waited for a gather
+        storages: The storage that is freed between uses; empty if full parameters are kept.
+        target: The buffer for operations that write full parameters.
+        read: The buffer for readers. It has memory after compute has waited for a gather
             ([Note: Unread memory] in ``memory/allocator.py``).
-        params: the tensors of ``read``, one for each parameter.
+        params: The tensors of ``read``, one for each parameter.
     """
 
     storages: Sequence[TransientStorage]
@@ -60,32 +62,32 @@ class FullParams(NamedTuple):
 
 
 class Weights:
-    """Base class of the weights of a buffer; see the module docstring.
+    """Base class of the weights of a buffer. See the module docstring.
 
-    Subclasses provide :meth:`_make_wire`, :meth:`_make_refresh` and :meth:`_make_unshard`.
+    Subclasses implement :meth:`_make_wire`, :meth:`_make_refresh` and :meth:`_make_unshard`.
 
     Args:
         spec: The layout, the dtypes and the depths of the buffer.
-        context: Its communicators, lanes and memory.
-        codec: the codec, which serves this buffer alone.
-        params: the user's parameters, in the layout's order.
-        pending: the step that may be pending.
+        context: The communicators, the lanes and the memory of the engine.
+        codec: The codec of this buffer, which no other buffer uses.
+        params: The user's parameters, in the layout's order.
+        pending: The pending optimizer step of the buffer.
 
     Attributes:
-        codec, pending: see the arguments.
-        main_shard: the main weights.
-        params: full compute parameters in their own shapes.
-        reshards: whether full parameters are freed between uses.
-        needs_refresh: whether a change of main weights has to be sent or cast before use.
-        num_gathers: gathers that bring all that forward and backward read.
-        unit_class: class of units with such weights; None: :class:`~.runtime.unit.Unit`.
-        transient_keys: keys (``storage_keys`` of ``memory/allocator.py``) of the full parameters'
-            storages that are freed between uses.
+        codec, pending: See the arguments.
+        main_shard: The shard of the main weights.
+        params: The full compute parameters in their own shapes.
+        reshards: Whether full parameters are freed between uses.
+        needs_refresh: Whether changed main weights must be sent or cast before the next use.
+        num_gathers: Number of gathers that provide all weights for a forward and its backward.
+        unit_class: The class of units with such weights; None: :class:`~.runtime.unit.Unit`.
+        transient_keys: The keys (``storage_keys`` of ``memory/allocator.py``) of storages of full
+            parameters that are freed between uses.
     """
 
     num_gathers = 1
     unit_class: Any = None
-    # The codec also writes through the tensors that modules read.
+    # Whether the codec also writes full parameters through the tensors that modules read.
     _is_written_by_params = False
 
     def __init__(
@@ -102,7 +104,7 @@ class Weights:
         self.codec = codec
         self.pending = pending
         self.reshards = spec.param_depth > 0
-        # Memory held at rest, beside that of main_shard.
+        # Tensors that are held between uses, in addition to main_shard.
         self._kept: list[Tensor] = []
         self._wire = self._make_wire()
         self._full = self._make_full(self._wire)
@@ -111,8 +113,8 @@ class Weights:
         self.main_shard = self._make_main()
         self._main = self.main_shard.buffer
         codec.prepare(params, self._pieces(), self._split_groups(), context.memory.device)
-        # Storages that only a gather needs: they are allocated for the chain, and freed when
-        # compute has waited for it.
+        # Storages that only a gather needs. They are allocated before its chain runs, and freed
+        # when compute has waited for it.
         self._refresh_memory = list(self.main_shard.memory)
         self._unshard_memory: list[TransientStorage] = []
         self._refresh = self._make_refresh()
@@ -126,56 +128,57 @@ class Weights:
         for storage in (*self._storages, *self._staged):
             if storage.filled:
                 storage.drain()
-        # Compared with the version of `main` to find out whether full weights are out of date.
+        # The version of `main` that compute weights were last updated from.
         self._seen_version = -1
         self._num_marks = 0
 
     @property
     def main(self) -> ShardedBuffer:
-        """Main weights at the depth of OPTIM; compute waits for a pending step."""
+        """The main weights at the depth of OPTIM. Reading this makes compute wait for a pending
+        optimizer step."""
         self.pending.finish()
         return self._main
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes held at rest: main weights, and compute weights as far as they are kept."""
+        """Bytes that are held between uses: main weights, and compute weights that are kept."""
         persistent = (*self._kept, *self.main_shard.persistent)
         storages = {t.untyped_storage().data_ptr(): t for t in persistent}
         return sum(tensor.untyped_storage().nbytes() for tensor in storages.values())
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of full parameters from gather to free, without those at rest."""
+        """Bytes that are allocated for full parameters from gather to free."""
         return sum(storage.num_bytes for storage in self._full.storages)
 
     @property
     def is_current(self) -> bool:
-        """Whether gathered weights, if there are any, equal the main weights."""
+        """Whether compute weights, if there are any, are up to date with the main weights."""
         return self._seen_version == self._main.tensor._version
 
     def belong_to(self, buffer: Any) -> None:
-        """Called when ``buffer``, the :class:`~.param_and_grad_buffer.ParamAndGradBuffer` that has
-        these weights, is complete."""
+        """Called when ``buffer`` has been built, the
+        :class:`~.param_and_grad_buffer.ParamAndGradBuffer` with these weights."""
 
     def check_written(self, name: str) -> None:
-        """Check that the main weights can be those that forward has written into full parameters.
+        """Check that values which forward has written into full parameters can become main weights.
 
         Args:
-            name: name of such a parameter.
+            name: The name of a parameter that was written.
 
         Raises:
-            RuntimeError: they cannot.
+            RuntimeError: The codec cannot decode such values.
         """
 
     @property
     def can_be_written(self) -> bool:
-        """Whether forward may write full parameters, or :meth:`check_written` raises."""
+        """Whether forward may write full parameters. False: :meth:`check_written` raises."""
         return True
 
     @torch.no_grad()
     def take_full(self) -> None:
-        """Take this rank's part of the full compute weights, which modules have written, into the
-        main weights. A main weight stays as it is where the compute weight is its rounded value, so
+        """Copy this rank's shard of full compute weights, which modules have written, into the main
+        weights. Where a compute weight equals the rounded main weight, the main weight is kept, so
         that elements which were not written lose no precision."""
         main, own = self.main.tensor, self._full.read.narrow(self._spec.optim_depth)
         if begin_together(main, own):
@@ -185,36 +188,37 @@ class Weights:
         changed = main.to(written.dtype) != written
         main.copy_(torch.where(changed, written.to(main.dtype), main))
         if was_current and not self.needs_refresh:
-            self._seen_version = main._version  # full weights equal the main weights again
+            self._seen_version = main._version  # compute weights equal the main weights
 
     def mark_stale(self) -> None:
-        """Main weights changed in a way that their version counter does not show."""
+        """Record a change of main weights that does not increase their version counter."""
         self._seen_version = -1
         self._num_marks += 1
 
     @property
     def changes(self) -> tuple[int, int]:
-        """A value that differs from earlier ones if main weights have changed since."""
+        """A value that changes whenever main weights change."""
         return self._main.tensor._version, self._num_marks
 
     def bind(self, index: int, param: nn.Parameter) -> nn.Parameter:
-        """Returns the parameter that modules compute with in place of ``param``, the user's
-        parameter ``index``."""
+        """Returns the full parameter that replaces the user's parameter ``param`` in modules."""
         return self.codec.bind(param, [self.params[index]])
 
     def give_back(self) -> None:
-        """Remove the memory held at rest from the ledger; it is freed with this object."""
+        """Remove the memory that is held between uses from the ledger. It is freed with this
+        object."""
         for tensor in self._kept:
             self._context.memory.give_back(tensor, "model")
         self.main_shard.give_back()
 
     def gather(self, compute_now: Ticket | None = None, *, is_held: bool = False) -> list[Ticket]:
-        """Gather full parameters; returns tickets to wait for.
+        """Issue the gather of full parameters. Returns the tickets to wait for.
 
         Args:
-            compute_now: ticket of the work that compute has so far; None: it is recorded here.
-            is_held: the parameters are gathered already; they are gathered again if main weights
-                have changed.
+            compute_now: A ticket of all work that compute was given so far; None: this method
+                records one.
+            is_held: The parameters are gathered already. They are gathered again only if main
+                weights have changed.
         """
         refreshed: list[Ticket] = []
         stepped = self.pending.tickets
@@ -223,18 +227,18 @@ class Weights:
             is_held = False
         if not self.reshards:
             return [*refreshed, *stepped]
-        # Waiting for a gather includes the refresh.
+        # The gather follows the refresh, so the ticket of the refresh is not needed.
         return [*stepped, *self._start_gathers(refreshed, stepped, is_held=is_held)]
 
     def _start_gathers(
         self, refreshed: Sequence[Ticket], stepped: Sequence[Ticket], *, is_held: bool
     ) -> Sequence[Ticket]:
-        """Issue the gathers of full parameters that are missing.
+        """Issue the missing gathers of full parameters. Returns their tickets.
 
         Args:
-            refreshed: ticket of a refresh, which the gathers follow; none if there is no refresh.
-            stepped: tickets of a pending step, which a refresh follows.
-            is_held: the parameters are gathered already.
+            refreshed: The ticket of a refresh, which gathers must follow; empty: no refresh.
+            stepped: The tickets of a pending optimizer step, which a refresh follows already.
+            is_held: The parameters are gathered already.
         """
         if is_held:
             return ()
@@ -255,17 +259,18 @@ class Weights:
         return chain.run(after)
 
     def _bring_up_to_date(self, compute_now: Ticket | None) -> list[Ticket]:
-        """Update the compute weights that are kept at rest from the main weights."""
+        """Issue the refresh of compute weights that are held between uses. Returns its ticket, or
+        an empty list if there is nothing to refresh."""
         self._seen_version = self._main.tensor._version
         if not self.needs_refresh:
             return []
         if self._fill(self._refresh_memory):
-            compute_now = None  # memory that compute has used since
+            compute_now = None  # compute may have used the memory after this ticket was recorded
         now = compute_now or self._context.lanes.compute.record()
         return [self._refresh.run((now, *self.pending.tickets))]
 
     def gathered(self) -> None:
-        """Compute has waited for the gather."""
+        """Make full parameters readable. Called when compute has waited for the gather."""
         if self.pending.tickets:
             self.pending.finish()
         for storage in self._staged:
@@ -277,7 +282,7 @@ class Weights:
             self.codec.after_gather()
 
     def release(self) -> None:
-        """Free the full parameters once compute is done with them."""
+        """Free the full parameters. All reads of them must have been submitted to compute."""
         filled = [storage for storage in self._storages if storage.filled]
         if filled and self.codec.follows_gathers:
             self.codec.before_release()
@@ -285,15 +290,16 @@ class Weights:
             self._drain(storage)
 
     def note_access(self) -> None:
-        """Report to the compute lane that the model reads full parameters from here on."""
+        """Tell the compute lane that the model reads full parameters from now on."""
         self._context.lanes.compute.access(reads=self._reads)
 
     def _fill(self, storages: Sequence[TransientStorage]) -> bool:
-        """Allocate memory that a chain writes, and withdraw it from readers; returns whether any
-        had to be allocated. If so, the chain must be ordered behind the work that compute has so
-        far.
+        """Allocate memory that a chain writes, or, if it is allocated, withdraw it from readers.
+        Returns whether any memory was allocated. If so, the chain must follow all work that compute
+        was given so far.
 
-        The memory is compute's own, as the model's is, so that either can reuse the other's.
+        The memory is allocated and freed on the compute lane, like the memory of the model, so that
+        each can reuse the memory of the other.
         """
         allocates = False
         for storage in storages:
@@ -306,8 +312,8 @@ class Weights:
         return allocates
 
     def _drain(self, storage: TransientStorage) -> None:
-        """Free its memory. Compute has waited for all writes, and all reads were submitted to
-        compute before."""
+        """Free the memory of ``storage``. Compute must have waited for all writes, and all reads
+        must have been submitted to compute."""
         if storage.filled:
             compute = self._context.lanes.compute
             compute.manage(self._free_label, storage.drain, storage)
@@ -318,22 +324,22 @@ class Weights:
 
     @property
     def _full_dtype(self) -> torch.dtype:
-        """Dtype of full parameters."""
+        """The dtype of full parameters."""
         return self.codec.wire_dtype
 
     def _make_wire(self) -> ShardedBuffer | None:
-        """Allocate the bytes that are kept at rest; None: none are."""
+        """Allocate the encoded weights that are held between uses; None: there are none."""
         raise NotImplementedError
 
     def _make_refresh(self) -> Chain:
-        """From main shards to the compute weights that are kept at rest. Empty: there are none, or
-        they are the main weights."""
+        """Build the chain from main shards to the compute weights that are held between uses.
+        Empty: there are none, or they are the main weights."""
         raise NotImplementedError
 
     def _make_unshard(self) -> Chain:
-        """From the compute weights that are kept at rest, else from main shards, to the full ones.
-        Storages that the chain needs beside those of full parameters are added to
-        ``_unshard_memory``."""
+        """Build the chain to full parameters, from the compute weights that are held between uses,
+        or from main shards if there are none. Storages that the chain needs in addition to those of
+        full parameters are added to ``_unshard_memory``."""
         raise NotImplementedError
 
     def _make_main(self) -> MainShard:
@@ -341,7 +347,7 @@ class Weights:
         return main
 
     def _keep(self, numel: int, dtype: torch.dtype, *, sent: bool = False) -> Tensor:
-        """Allocate memory that is held at rest."""
+        """Allocate a tensor that is held between uses."""
         self._kept.append(self._context.memory.persistent(numel, dtype, "model", sent=sent))
         return self._kept[-1]
 
@@ -352,11 +358,12 @@ class Weights:
         return ShardedBuffer(spec.layout, self._at, spec.param_depth, flat)
 
     def _make_full(self, wire: ShardedBuffer | None) -> FullParams:
-        """Allocate full parameters. Their storage is left filled: views need memory when they are
-        made.
+        """Allocate full parameters. Their storage is left filled, because views can only be created
+        over allocated memory.
 
         Args:
-            wire: the bytes at rest, which are the full parameters if these are not sharded.
+            wire: The encoded weights that are held between uses. They are the full parameters if
+                these are not sharded.
         """
         layout, at, dtype = self._spec.layout, self._at, self._full_dtype
         if not self.reshards:
@@ -389,7 +396,7 @@ class Weights:
 
 
 class GatheredWeights(Weights):
-    """Nothing beside main weights is held at rest: each gather encodes and sends them."""
+    """Only main weights are held between uses. Each gather encodes and sends them."""
 
     def _make_wire(self) -> None:
         return None
@@ -406,7 +413,7 @@ class GatheredWeights(Weights):
 
 
 class KeptWeights(Weights):
-    """Compute weights are held at rest, beside main weights or as a part of full ones."""
+    """Compute weights are held between uses, in addition to main weights."""
 
     _wire: ShardedBuffer
 
@@ -430,14 +437,14 @@ class KeptWeights(Weights):
 
 
 class IdentityWeights(KeptWeights):
-    """Main weights are a view of the compute weights that are held at rest."""
+    """Main weights are a view of the compute weights that are held between uses."""
 
     def _make_main(self) -> MainShard:
         main = alias(self._wire.narrow(self._spec.optim_depth))
         return MainShard(self._spec, self._context, self.codec, main)
 
     def _refreshing(self) -> Gather:
-        return Gather(self._spec.label, self._spec.tag)  # main weights are in their place
+        return Gather(self._spec.label, self._spec.tag)  # main weights are already in place
 
 
 def make_weights(
@@ -447,7 +454,7 @@ def make_weights(
     params: Sequence[nn.Parameter],
     pending: PendingStep,
 ) -> Weights:
-    """Returns the weights of a buffer, of the class for its depths and codec."""
+    """Returns the weights of a buffer, of the class for its depths and its codec."""
     kind: type[Weights] | None = codec.weights_class
     if kind is None:
         if spec.optim_depth == spec.param_depth > 0:
@@ -458,7 +465,8 @@ def make_weights(
 
 
 def read_error(label: str) -> str:
-    """The error of a function that reads full parameters without the engine's knowledge."""
+    """Returns the error message for functions that read full parameters at a time when they are
+    not gathered."""
     return (
         f"{label}: expected its full parameters to be read within its forward, or in its backward "
         "after a gradient of a tensor that its forward returned, or kept in an attribute or an "

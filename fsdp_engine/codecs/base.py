@@ -2,22 +2,23 @@
 
     main shard --encode--> wire shard --gather--> compute parameters
 
-The codec encodes into this rank's slice of the full buffer, which is gathered in place. One codec
-object serves one buffer of parameters and may keep small replicated state, such as scales. A codec
-that needs other buffers has a class of weights of its own (``weights_class``).
+The codec encodes into this rank's shard of the full buffer, which is gathered in place. One codec
+object serves one buffer of parameters and may have small replicated state, such as scales. A codec
+that needs other buffers defines its own class of weights (``weights_class``).
 
 [Note: What a codec keeps]
 `tests/extensions/meetings/test_codec_contract.py` checks this contract for every codec:
 
-- *Ranks agree.* Full parameters and state have the same bits on every rank, and equal those that
-  one rank with the full main weights computes (for Transformer Engine only without NaN).
+- *Ranks agree.* Full parameters and state have the same bits on every rank. One rank with the full
+  main weights computes the same bits (for Transformer Engine only without NaN).
 - *Padding.* Main elements outside of pieces may have any value, including NaN. They change no
   parameter and no scale. Wire elements outside of pieces need not be written.
 - *Empty pieces.* A rank that holds no element of a parameter, or of all parameters, takes part in
   every collective, in the same order.
-- *NaN* stays NaN, element by element. *Inf* stays Inf, becomes NaN, or becomes the largest value if
-  the codec saturates (Transformer Engine's). Elements that share a scale with either may become
-  NaN. A scale that is NaN on one rank is NaN on all ranks: the maximum of a backend may lose it.
+- *NaN* stays NaN for each element. *Inf* stays Inf, becomes NaN, or becomes the largest value if
+  the codec saturates (Transformer Engine's). Elements that share a scale with NaN or Inf may become
+  NaN. A scale that is NaN on one rank must be NaN on all ranks. The codec has to ensure this,
+  because a backend's maximum may ignore NaN.
 - *Zeros* stay zeros, also if all elements that share a scale are zero.
 - *Gathers copy bytes* and compute nothing, so any bit pattern of a wire is preserved.
 - *May be lost*: precision, the sign of zeros, the payload of NaN, and values too small or too large
@@ -42,8 +43,14 @@ from fsdp_engine.precision import ParamDtypes
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter in a shard: elements ``start..stop`` of the row-major parameter,
-    at ``offset`` elements into the shard. ``start == stop`` where this rank holds none of it."""
+    """The elements of one parameter in a shard.
+
+    Attributes:
+        index: Index of the parameter in the buffer.
+        start, stop: The range ``[start, stop)`` of elements of the row-major parameter. Both are
+            equal if this rank holds no element.
+        offset: Index of the first of these elements in the shard.
+    """
 
     index: int
     start: int
@@ -55,15 +62,16 @@ class ParamCodec(ABC):
     """Encodes one buffer's main weights.
 
     Attributes:
-        wire_dtype: dtype of the bytes that travel.
-        is_identity: main bytes are wire bytes, so main weights may be a view of the wire.
-        encodes_shards: :meth:`encode` needs no memory but that of its arguments, so main weights
-            may lie elsewhere and be brought for it.
-        keeps_wire: this rank's part of the wire is held at rest at every level.
-        num_gathers: gathers that bring all that forward and backward read.
-        follows_gathers: a subclass has :meth:`after_gather` or :meth:`before_release`.
-        weights_class: subclass of :class:`~.buffers.weights.Weights` for weights with this codec.
-            None: one of the classes there.
+        wire_dtype: Dtype of the gathered elements.
+        is_identity: Whether main weights and wire have the same bytes, so that main weights may be
+            a view of the wire.
+        encodes_shards: Whether :meth:`encode` accesses only the memory of its arguments, so that
+            main weights may be offloaded and copied to the device for it.
+        keeps_wire: Whether this rank's shard of the wire is kept between uses at every level.
+        num_gathers: Number of gathers for all tensors that forward and backward read.
+        follows_gathers: Whether the class overrides :meth:`after_gather` or :meth:`before_release`.
+        weights_class: Subclass of :class:`~.buffers.weights.Weights` for weights with this codec.
+            None: a class of that module.
     """
 
     wire_dtype: torch.dtype
@@ -75,7 +83,7 @@ class ParamCodec(ABC):
     weights_class: Any = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Find out whether the subclass follows gathers."""
+        """Set ``follows_gathers`` of the subclass."""
         super().__init_subclass__(**kwargs)
         cls.follows_gathers = (
             cls.after_gather is not ParamCodec.after_gather
@@ -83,24 +91,24 @@ class ParamCodec(ABC):
         )
 
     def full_itemsize(self, dtypes: ParamDtypes) -> int:
-        """Bytes of an element of full parameters from gather to free, with what they are made
+        """Returns the bytes per element of gathered parameters, with the wires that they are made
         of."""
         return self.wire_dtype.itemsize * self.num_gathers
 
     def kept_itemsize(self, dtypes: ParamDtypes) -> int:
-        """Bytes of an element of full parameters that are not sharded."""
+        """Returns the bytes per element of full parameters that are not sharded."""
         return self.wire_dtype.itemsize * self.num_gathers
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """Tensors that outlive a call: ``encode`` writes them, ``decode`` reads them."""
+        """Tensors that ``encode`` writes and ``decode`` reads, such as scales."""
         return ()
 
     def converted(self, dtypes: ParamDtypes) -> ParamCodec:
-        """A codec like this one for parameters of other dtypes.
+        """Returns a codec like this one for other dtypes of the parameters.
 
         Raises:
-            NotImplementedError: its weights have no other dtypes.
+            NotImplementedError: Weights with this codec cannot be converted.
         """
         raise NotImplementedError(
             "expected weights that are cast, or encoded as fp8 by Float8; found a "
@@ -108,15 +116,15 @@ class ParamCodec(ABC):
         )
 
     def granule(self, shape: tuple[int, ...]) -> int:
-        """Elements of a parameter that must stay on one rank."""
+        """Returns the number of elements of a parameter that no shard boundary may separate."""
         return 1
 
     def belongs_to(self, modules: Sequence[nn.Module], mesh: DataMesh) -> None:  # noqa: B027
-        """Called before :meth:`prepare`.
+        """Receive the modules of the parameters. Called before :meth:`prepare`.
 
         Args:
-            modules: one that holds the parameter, for each.
-            mesh: the ranks that share them.
+            modules: For each parameter, a module that holds it.
+            mesh: The ranks that share the parameters.
         """
 
     def prepare(  # noqa: B027  nothing to do is the common case
@@ -126,54 +134,59 @@ class ParamCodec(ABC):
         groups: Sequence[Any],
         device: torch.device,
     ) -> None:
-        """Called once, when the buffer is built.
+        """Allocate the state of the codec. Called once, when the buffer is built.
 
         Args:
-            params: the user's parameters, as they are before they are bound.
-            pieces: what this rank's main shard holds, a piece for each parameter.
-            groups: process groups over which the main shard is sharded, for codecs that need a
+            params: The user's parameters before :meth:`bind`.
+            pieces: The pieces of this rank's main shard, one for each parameter.
+            groups: Process groups over which the main shard is sharded, for codecs that need a
                 global value (an amax).
-            device: where state lives.
+            device: The device of state.
         """
 
     def initial_value(self, param: Tensor) -> Tensor:
-        """What main weights start from: the user's ``param``, in its shape and any dtype."""
+        """Returns the values with which main weights start, in the shape of the user's ``param``.
+
+        They may have any dtype.
+        """
         return param.detach()
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:
-        """Attributes that users put on their parameter, which the engine's get, too."""
+        """Returns attributes of the user's parameter, which are copied to the engine's tensors."""
         return param.__dict__
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
-        """The parameter that modules compute with. Called once for each, in order.
+        """Returns the parameter that modules compute with. Called once for each, in order.
 
         Args:
-            param: the user's. With a :meth:`converted` codec the one that modules compute with
-                already, which then becomes what this returns.
-            full: its full parameters, a tensor of its shape for each wire. They may have no
-                memory now.
+            param: The user's parameter. For a :meth:`converted` codec it is the parameter that
+                modules compute with so far, which then takes over the properties of the result.
+            full: The full parameter, a tensor of its shape for each wire. They may have no memory
+                during this call.
         """
         return nn.Parameter(full[0], requires_grad=param.requires_grad)
 
     @abstractmethod
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """Encode the main shard into the shard of each wire; all 1-D. May communicate (yield
-        works).
+        """Encode the main shard into the shard of each wire. Yields works if it communicates.
+
+        All tensors are 1-D.
         """
 
     def gradient(self) -> Callable[[Tensor], Tensor] | None:
-        """Returns a function that makes gradients plain tensors; None: they are plain."""
+        """Returns a function that converts gradients to plain tensors. None: they are plain."""
         return None
 
     def after_gather(self) -> None:  # noqa: B027
-        """Full parameters are there, and compute has waited for them."""
+        """Update full parameters after a gather, once compute has waited for it."""
 
     def before_release(self) -> None:  # noqa: B027
-        """Full parameters are about to go; compute is done with them."""
+        """Prepare for the freeing of full parameters, when compute no longer uses them."""
 
 
-# Looks at a parameter and its dtypes and returns a key and a factory, or None for "not mine".
-# Parameters with equal keys may share a buffer and so a codec.
+# A function of a parameter's name, the parameter and its dtypes. It returns a key and a factory of
+# codecs, or None if it has no codec for the parameter. Parameters with equal keys may share a
+# buffer, and therefore a codec.
 CodecRule = Callable[
     [str, torch.Tensor, ParamDtypes], "tuple[str, Callable[[], ParamCodec]] | None"
 ]
@@ -181,10 +194,10 @@ CodecRule = Callable[
 
 @dataclass(frozen=True)
 class CodecRules(EngineExtension):
-    """Rules of the user's own for ``fe.shard(extensions=[...])``.
+    """The user's codec rules, for ``fe.shard(extensions=[...])``.
 
     Attributes:
-        rules: The first result other than None selects the codec of a parameter.
+        rules: The rules. The first result other than None selects the codec of a parameter.
     """
 
     rules: Sequence[CodecRule]
@@ -195,21 +208,26 @@ class CodecRules(EngineExtension):
         return self.rules
 
     def signature(self) -> str:
-        """Returns an empty text: functions have other addresses on each rank, and ranks compare the
-        codec of each parameter."""
+        """Returns "", because functions have different addresses on each rank.
+
+        Ranks compare the codec of each parameter instead.
+        """
         return ""
 
 
 class ParamClass:
-    """How parameters of some tensor classes are sharded. A seam: extensions add theirs by
-    :func:`add_param_class` when the package is imported; parameters of other classes are plain."""
+    """Seam: the rules for sharding parameters of some tensor subclasses.
+
+    Extensions add instances by :func:`add_param_class` when the package is imported. Parameters
+    that no instance takes are *plain*.
+    """
 
     def takes(self, param: Tensor) -> bool:
-        """Returns whether the class of ``param`` is one of these."""
+        """Returns whether this object handles the class of ``param``."""
         raise NotImplementedError
 
     def rule(self, extensions: Sequence[EngineExtension]) -> CodecRule:
-        """Returns the codec rule of such parameters, which precedes the user's rules.
+        """Returns the codec rule of these parameters. It precedes the user's rules.
 
         Args:
             extensions: The extensions of the engine.
@@ -220,7 +238,7 @@ class ParamClass:
         """Check that ``param``, which this object takes, can be sharded.
 
         Raises:
-            ValueError: it cannot; names it.
+            ValueError: It cannot. The message names it.
         """
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:
@@ -228,24 +246,28 @@ class ParamClass:
         return vars(param)
 
     def made_of(self, param: Tensor, values: Tensor) -> Tensor:
-        """Returns a tensor of the class of ``param``, which may be on the meta device, with plain
-        ``values`` of its shape."""
+        """Returns a tensor of the class of ``param`` with ``values``, a plain tensor of its shape.
+
+        ``param`` may be on the meta device.
+        """
         return values
 
     def extra_tensors(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """Returns the tensors in the extra state of ``module``, by name, without copies; none if
-        its extra state is saved as it is."""
+        """Returns the tensors in the extra state of ``module`` by name, without copies.
+
+        The result is empty if the extra state is saved as one object.
+        """
         return {}
 
     def any_marked(self, tensors: Iterable[Tensor]) -> bool:
-        """Returns whether :meth:`refuse_marked` would raise for some of ``tensors``."""
+        """Returns whether :meth:`refuse_marked` raises for one of ``tensors``."""
         return False
 
     def refuse_marked(self, name: str, param: Tensor) -> None:
-        """Refuse what makes a tensor of a plain class look like one of these.
+        """Check that a plain parameter has no attribute that marks values of these classes.
 
         Raises:
-            ValueError: ``param`` has it; names ``param``.
+            ValueError: ``param`` has such an attribute. The message names it.
         """
 
 
@@ -253,12 +275,12 @@ PARAM_CLASSES: list[ParamClass] = []
 
 
 def add_param_class(param_class: ParamClass) -> None:
-    """Shard parameters that ``param_class`` takes, and no earlier one, as it says."""
+    """Register an object for parameters that it takes, and that no earlier object takes."""
     PARAM_CLASSES.append(param_class)
 
 
 def param_class_of(param: Tensor) -> ParamClass | None:
-    """Returns the object that takes ``param``; None: it is plain."""
+    """Returns the registered object that takes ``param``, or None if ``param`` is plain."""
     return next((each for each in PARAM_CLASSES if each.takes(param)), None)
 
 

@@ -13,12 +13,12 @@ from fsdp_engine.precision import ParamDtypes
 
 
 class CastCodec(ParamCodec):
-    """A dtype cast; the identity if both dtypes are equal.
+    """A dtype conversion, or the identity if both dtypes are equal.
 
     Args:
-        main: dtype of main weights.
-        compute: dtype of compute weights.
-        copies: main and compute weights have separate memory even if their dtypes are equal.
+        main: Dtype of main weights.
+        compute: Dtype of compute weights.
+        copies: Whether main and compute weights have separate memory even if dtypes are equal.
     """
 
     def __init__(self, main: torch.dtype, compute: torch.dtype, *, copies: bool = False) -> None:

@@ -1,1 +1,1 @@
-"""Ranks, communicators and lanes: process groups, collectives, streams."""
+"""Sets of ranks with their process groups, collectives, and lanes on which they run."""

@@ -1,8 +1,8 @@
-"""The activity of this rank, and the errors of operations whose wait has failed.
+"""The activity of this rank, and errors for operations that do not complete.
 
-Lanes and collectives of the host write their operations down (``ACTIVITY``: a few attributes,
-nothing is sent), so that the error of a wait can name its operation and the last one that
-completed. A :class:`Monitor` is a seam: an extension has one that knows other ranks, too.
+Lanes and collectives of the host record their operations in ``ACTIVITY`` (a few attributes, without
+communication), so that an error can name the operation that failed and the last one that completed.
+A :class:`Monitor` is a seam: the monitor of an extension observes other ranks, too.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ PATIENCE_SECONDS = float(os.environ.get("FSDP_ENGINE_PATIENCE_SECONDS", "60"))
 
 
 class RankActivity:
-    """The activity of this rank. Written at every operation, read only on request.
+    """The activity of this rank, which is written at every operation.
 
     Attributes:
-        last: label of the operation that was begun last.
-        done: label of the operation that was seen to end last.
-        waits: the operation that the host waits for, a new object each time: its ``label``, and
-            ``ranks``, the global ranks that take part (empty: all).
-        failed: label of the operation that failed last.
+        last: Label of the operation that started last.
+        done: Label of the operation whose end the host observed last.
+        waits: The operation that the host waits for, or None. It has a ``label`` and ``ranks``, the
+            global ranks that take part (empty: all). It is a new object for each operation.
+        failed: Label of the operation that failed last.
     """
 
     __slots__ = ("done", "failed", "last", "waits")
@@ -42,47 +42,51 @@ ACTIVITY = RankActivity()
 
 
 class GroupCollective(NamedTuple):
-    """A small collective outside lanes."""
+    """A small collective that the host runs outside of lanes."""
 
     label: str
     group: dist.ProcessGroup
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks."""
+        """The global ranks of the group."""
         return dist.get_process_group_ranks(self.group)
 
 
 class Monitor:
-    """Knows the activity of other ranks. This one knows nothing; a subclass may."""
+    """Observes the activity of other ranks. This class observes nothing; subclasses do."""
 
     @property
     def is_present(self) -> bool:
-        """Whether it is of the present default group."""
+        """Whether the monitor belongs to the current default group."""
         return False
 
     def watch(self, lanes: Sequence[Any]) -> None:
-        """Note what these lanes of streams have submitted, by giving each another ``recent``."""
+        """Observe the submissions to these device lanes, by replacing ``recent`` of each lane."""
 
     def host_work(self, work: dist.Work) -> Any:
-        """Returns an object with the ``wait()`` of ``work``, a collective of the host."""
+        """Returns an object whose ``wait()`` waits for ``work``, a collective of the host."""
         return work
 
     def missing_at(self, what: str, ranks: Sequence[int]) -> str:
-        """Returns those of ``ranks`` that are not at ``what``, each with its place."""
+        """Returns a text with the ranks that have not reached operation ``what``.
+
+        The text has the current operation of each of these ranks.
+        """
         return ""
 
     def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Returns the label of the operation that its host waits for, by rank, of those of
-        ``ranks`` that wait."""
+        """Returns the label of the operation that the host of a rank waits for, by rank.
+
+        Ranks that wait for no operation are left out.
+        """
         return {}
 
     def give_reason(self, ranks: Sequence[int], text: str) -> None:
-        """Leave ``ranks`` a reason: if a wait of theirs fails, it raises a ValueError with
-        ``text``."""
+        """Publish ``text`` to ``ranks``. If a wait fails there, it raises a ValueError with it."""
 
     def reason(self) -> str | None:
-        """Returns the reason that another rank has left for this one, if any."""
+        """Returns the text that another rank has published for this rank, if any."""
         return None
 
 
@@ -92,13 +96,15 @@ _MAKERS: list[Callable[[], Monitor]] = []
 
 
 def monitor_by(maker: Callable[[], Monitor]) -> None:
-    """Register what makes a monitor of the present default group, whose ranks share a store."""
+    """Register the function that makes monitors. It is called when ranks share a store."""
     _MAKERS[:] = [maker]
 
 
 def start_monitor() -> None:
-    """Make a monitor of the present default group, unless there is one. Ranks must share a
-    store."""
+    """Make a monitor of the current default group, unless there is one.
+
+    The ranks must share a store.
+    """
     if not monitor().is_present:
         for make in _MAKERS:
             _MONITORS[:] = [make()]
@@ -106,25 +112,27 @@ def start_monitor() -> None:
 
 
 def monitor() -> Monitor:
-    """Returns the monitor of the present default group."""
+    """Returns the monitor of the current default group."""
     return _MONITORS[0] if _MONITORS and _MONITORS[0].is_present else _PLAIN
 
 
 def missing_ranks(what: str, ranks: Sequence[int] = ()) -> str:
-    """Ranks that have not come to ``what``, each with its place; "" where none can be asked. Takes
-    up to some seconds.
+    """Returns a text with the ranks that have not reached ``what``. Takes up to some seconds.
+
+    The text has the current operation of each of these ranks. It is "" without a monitor of other
+    ranks.
 
     Args:
-        what: the label of the operation that has failed; ranks that wait for it, or failed in it,
-            are not missing.
-        ranks: global ranks; none: all.
+        what: Label of the operation that has failed. Ranks that wait for it, or failed in it, are
+            not missing.
+        ranks: The global ranks that take part. Empty: all.
     """
     ACTIVITY.failed = what
     return monitor().missing_at(what, ranks)
 
 
 def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
-    """The exception for an operation whose wait has failed with ``error``."""
+    """Returns the exception to raise when the wait for operation ``what`` fails with ``error``."""
     if (reason := monitor().reason()) is not None:
         ACTIVITY.failed = what
         return ValueError(f"{what} did not complete: {reason}")
@@ -138,7 +146,7 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
 
 @contextmanager
 def naming(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Within it, a small collective of ``group``; its error names it and the missing ranks."""
+    """Context of a small collective of ``group``. Its errors get the label and missing ranks."""
     ACTIVITY.last = what
     ACTIVITY.waits = small = GroupCollective(what, group)
     try:

@@ -1,4 +1,4 @@
-"""An error on one rank is raised on all ranks, so that none waits for a rank that has left."""
+"""Raises an error of one rank on all ranks, so that no rank waits for a rank that has stopped."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from fsdp_engine.comm.rendezvous import error_of_another
 def agree(
     what: str, error: Exception | None, group: ProcessGroup | None, value: Any = None
 ) -> list[Any]:
-    """Exchange errors: all ranks continue, or all raise. Collective.
+    """Exchange errors: all ranks continue, or all ranks raise. Collective.
 
     Args:
-        what: the action, in the message.
-        error: The error of this rank; None: it can continue.
-        group: The group of all ranks; None: there is one.
-        value: given to the other ranks.
+        what: Name of the operation in the message.
+        error: The error of this rank. None: it can continue.
+        group: The group of all ranks. None: there is a single rank.
+        value: An object that is sent to the other ranks.
 
     Returns:
-        Every rank's ``value``, if none has an error.
+        The ``value`` of every rank, if no rank has an error.
 
     Raises:
-        Exception: ``error``; or one of the kind of the first rank's that has one.
+        Exception: ``error``, or an exception of the type of the first rank's error: see
+            :func:`~fsdp_engine.comm.rendezvous.error_of_another`.
     """
     found = None if error is None else (type(error).__name__, str(error))
     gathered: list[Any] = gather_objects((found, value), group, what)

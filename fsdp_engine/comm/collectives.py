@@ -1,20 +1,20 @@
-"""The engine's only collectives, as operations for lanes; the algorithm is chosen per backend.
+"""All collectives of the engine, as operations for lanes. Their algorithm depends on the backend.
 
-Gloo's own ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` copy through buffers of their
-own and take four to five times as long as exchanging the parts directly between each pair of ranks,
-so on gloo parts are exchanged directly between buffers (*pairwise*). Other backends use their own
-collectives (*native*). On gloo with CUDA tensors parts are copied through host memory (*staged*).
+Gloo's own ``all_gather_into_tensor`` and ``reduce_scatter_tensor`` copy through intermediate
+buffers. They take four to five times as long as sending shards directly between each pair of ranks,
+so on gloo shards are sent directly between buffers (*pairwise*). Other backends use their own
+collectives (*native*). On gloo CUDA tensors are copied through host memory (*staged*).
 
 An operation is a generator: it issues communication, yields the works, and continues when they are
-done. A lane (``lanes.py``) decides what "done" means: on CPU the host waits, on CUDA the lane's
-stream does and the generator runs through at once. Collectives of the device's own backend (NCCL on
-CUDA) are issued synchronously: then they run on the current stream, which is the lane's, with its
-priority. (With ``async_op`` they would run on a stream of the process group's own, and each would
-cost two events more.) Other backends promise nothing of the current stream before ``Work.wait()``,
-so theirs are asynchronous.
+done. The lane (``lanes.py``) determines what "done" means. On CPU the host waits. On CUDA the
+stream of the lane waits, and the generator runs to its end without interruption. Collectives of the
+device's default backend (NCCL on CUDA) are issued synchronously: they then run on the current
+stream, which is the lane's, with its priority. (With ``async_op`` they would run on a stream of the
+process group, and each would need two more events.) Other backends do not order their work with the
+current stream before ``Work.wait()``, so their collectives are asynchronous.
 
-With tags, the pairwise messages of two units can never be taken for one another: where ranks
-disagree about which unit comes next, both time out with the unit's name, and no value is mixed up.
+Pairwise messages have tags, so that messages of two units are never confused. If ranks disagree
+about the next unit, both time out with its name, and no wrong values are received.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ Work = dist.Work
 # Objects with a method `wait`.
 Steps = Iterator[Sequence[Any]]
 
-# Methods of groups, and not the functions of torch.distributed around them, which look at arguments
-# that are known here, for as long as the rest of issuing takes. torch 2.11 has the old names alone.
-# Looked up on the group, which may be of a class of the user's, written in Python.
+# Methods of groups are called directly, because the functions of torch.distributed around them
+# check arguments, which doubles the time to issue a collective. torch 2.11 only has the old names.
+# The methods are read from the group object, because its class may be a Python class of the user.
 _IS_OLD = not hasattr(dist.ProcessGroup, "all_gather_single")
 _ALL_GATHER = "_allgather_base" if _IS_OLD else "all_gather_single"
 _REDUCE_SCATTER = "_reduce_scatter_base" if _IS_OLD else "reduce_scatter_single"
 
 
-# Bytes of small tensors that are sent in one message.
+# Maximum size in bytes of a message in which small tensors are sent together.
 _MESSAGE_BYTES = 2**26
 
 
 class Communicator:
-    """One process group on one device, and how bytes move over it. All tensors are 1-D.
+    """The collectives of one process group on one device. All tensors are 1-D.
 
     Attributes:
-        size: number of ranks.
-        rank: this rank's place.
+        size: Number of ranks in the group.
+        rank: Index of this rank in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -75,18 +75,18 @@ class Communicator:
         self._reduce_scatter = getattr(group, _REDUCE_SCATTER)
 
     def part(self, full: Tensor, rank: int | None = None) -> Tensor:
-        """The part of ``full`` that belongs to ``rank`` (None: this rank)."""
+        """Returns the shard of ``full`` that belongs to ``rank`` (None: this rank), as a view."""
         place = self.rank if rank is None else rank
         start, stop = self._bounds(full.numel(), place), self._bounds(full.numel(), place + 1)
         return full[start:stop]
 
     def all_gather(self, full: Tensor, source: Tensor | None = None, tag: int = 0) -> Steps:
-        """Fill ``full`` with the ranks' parts, in place.
+        """All-gather the shards of all ranks into ``full``.
 
         Args:
-            full: the destination; parts lie one after the other.
-            source: this rank's part; None: it lies in ``full`` already.
-            tag: tells this message from others in flight.
+            full: The destination. It contains the shards in the order of ranks.
+            source: The shard of this rank. None: ``full`` already contains it.
+            tag: Tag that distinguishes these messages from others in flight.
         """
         full = _as_sent(full)
         source = self.part(full) if source is None else _as_sent(source)
@@ -98,7 +98,7 @@ class Communicator:
         elif self._gloo:
             own = self.part(full)
             if not _at_one_place(source, own):
-                # Sent from where it lies, so that the copy overlaps with the sending.
+                # The source itself is sent, so that its copy into `full` overlaps with sending.
                 works = self._start_gather(full, source, tag)
                 own.copy_(source)
                 yield works
@@ -110,13 +110,13 @@ class Communicator:
     def gather_encoded(
         self, full: Tensor, own: Tensor, encode: Callable[[Sequence[Tensor]], Steps], tag: int = 0
     ) -> Steps:
-        """Fill ``full`` with the ranks' parts, in place, of which each rank encodes its own first.
+        """Encode this rank's shard of ``full`` in place, and all-gather the shards of all ranks.
 
         Args:
-            full: the destination.
-            own: this rank's part of it.
-            encode: writes the tensor in the sequence that it is given.
-            tag: tells this message from others in flight.
+            full: The destination.
+            own: This rank's shard of ``full``.
+            encode: Writes the tensors of the sequence that is its argument.
+            tag: Tag that distinguishes these messages from others in flight.
         """
         yield from encode((own,))
         yield from self.all_gather(full, None, tag)
@@ -132,16 +132,17 @@ class Communicator:
         accumulate: bool = False,
         tag: int = 0,
     ) -> Steps:
-        """Sum (or average) the ranks' ``full`` tensors; this rank's part goes into ``out``.
+        """Sum the ``full`` tensors of all ranks, and write this rank's shard of the sum to ``out``.
 
         Args:
-            full: what this rank contributes; its dtype travels. Its own part may be overwritten.
-            out: the destination, which may be this rank's part of ``full`` itself.
-            reduce_dtype: sum in this dtype; None or the dtype of ``full``: sum in that.
-            average: divide by the number of ranks.
-            divisor: divide by this, too, in the dtype of ``out``.
-            accumulate: add to ``out`` instead of overwriting it.
-            tag: tells this message from others in flight.
+            full: The addend of this rank. It is sent in its dtype. This rank's shard of it may be
+                overwritten.
+            out: The destination, which may be this rank's shard of ``full``.
+            reduce_dtype: The dtype of sums. None: the dtype of ``full``.
+            average: Divide the sum by the number of ranks.
+            divisor: Also divide by this number, in the dtype of ``out``.
+            accumulate: Add to ``out`` instead of overwriting it.
+            tag: Tag that distinguishes these messages from others in flight.
         """
         wide = None if reduce_dtype == full.dtype else reduce_dtype
         if self._gloo:
@@ -187,7 +188,7 @@ class Communicator:
         *,
         average: bool = False,
     ) -> Steps:
-        """Sum (or average) ``tensor`` over the ranks, in place, by the backend's own all-reduce."""
+        """Sum (or average) ``tensor`` over all ranks in place, with the backend's all-reduce."""
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
         yield [self._host_work(work)] if self._gloo else self._to_wait_for(work)
 
@@ -199,14 +200,14 @@ class Communicator:
         sent_sizes: Sequence[int],
         tag: int = 0,
     ) -> Steps:
-        """Send each rank a part of ``sent``, and receive a part of ``received`` from each.
+        """Send a range of ``sent`` to each rank, and receive a range of ``received`` from each.
 
         Args:
-            received: the destination; parts lie one after the other, in the order of ranks.
-            sent: the source, in the same order.
-            received_sizes: elements from each rank; 0 from this one.
-            sent_sizes: elements for each rank; 0 for this one.
-            tag: tells this message from others in flight.
+            received: The destination. It contains the ranges of all ranks in the order of ranks.
+            sent: The source. It contains the ranges for all ranks in the order of ranks.
+            received_sizes: Number of elements from each rank, 0 from this one.
+            sent_sizes: Number of elements for each rank, 0 for this one.
+            tag: Tag that distinguishes these messages from others in flight.
         """
         if not self._gloo:
             yield self._to_wait_for(
@@ -236,11 +237,14 @@ class Communicator:
         return () if self._stays_on_stream else (_require(work),)
 
     def _bounds(self, numel: int, place: int) -> int:
-        # Equal parts wherever numel allows, which collectives with a fixed part size rely on.
+        # If size divides numel, shards are equal, as the backends' collectives require.
         return numel * place // self.size
 
     def _peers(self) -> Iterator[tuple[int, int]]:
-        """(send to, receive from), so that at each step every rank serves one other."""
+        """Yields (rank to send to, rank to receive from).
+
+        At each step every rank receives from one other rank.
+        """
         for step in range(1, self.size):
             yield (self.rank + step) % self.size, (self.rank - step) % self.size
 
@@ -258,8 +262,8 @@ class Communicator:
         self, full: Tensor, out: Tensor, wide: torch.dtype | None, accumulate: bool, tag: int
     ) -> Steps:
         own = self.part(full)
-        # The first part that arrives is received into its destination, if that is free. Two ranks
-        # then need no other memory.
+        # One shard is received directly into the destination, if no values in it are needed. Two
+        # ranks then need no other memory.
         in_place = _at_one_place(out, own)
         lands = not accumulate and not in_place and out.dtype == full.dtype and wide is None
         num_slots = self.size - 1 - int(lands)
@@ -279,7 +283,8 @@ class Communicator:
             out.add_(own)
             return
         received[self.rank] = own
-        # Summed in the order of ranks, so that the result does not depend on who sums.
+        # Shards are summed in the order of ranks, so that the result does not depend on the rank
+        # that computes it.
         parts = [received[rank] for rank in range(self.size)]
         if wide is not None:
             total = parts[0].to(wide)
@@ -305,9 +310,13 @@ class Communicator:
 def all_reduce_(
     tensor: Tensor, group: dist.ProcessGroup | None, op: str = "sum", what: str = "a sum over ranks"
 ) -> Tensor:
-    """Reduce a small tensor in place and wait. ``op``: "sum", "max" or "min". None: one rank.
+    """All-reduce a small tensor in place, and wait for the result.
 
-    ``what`` it is for is part of the error of a rank that waits in vain.
+    Args:
+        tensor: The tensor.
+        group: The process group. None: there is a single rank.
+        op: "sum", "max" or "min".
+        what: Name of the operation in errors.
     """
     if group is not None:
         with naming(what, group), _served(tensor, group) as sent:
@@ -318,8 +327,11 @@ def all_reduce_(
 
 @contextmanager
 def _served(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
-    """``tensor``; where it lies in host memory, and the group's backend (NCCL) serves the
-    accelerator alone, a copy there, which is copied back."""
+    """Context with a tensor to communicate in place of ``tensor``.
+
+    It is ``tensor`` itself, unless this is on the CPU and the group has no backend for the CPU
+    (NCCL). Then it is a copy on the accelerator, which is copied to ``tensor`` at the end.
+    """
     is_served = tensor.device.type != "cpu" or name_of_backend(group, tensor.device)
     device = None if is_served else current_accelerator()
     if device is None:
@@ -331,30 +343,33 @@ def _served(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
 
 
 def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
-    """A copy of ``content`` on ``device``. The host does not wait for what the device has to do."""
+    """Returns a copy of ``content`` on ``device``. The host does not wait for the device."""
     tensor = torch.frombuffer(content, dtype=torch.uint8)
     if is_accelerator(device):
-        # From pageable memory the copy would wait; torch keeps the pinned block until it is read.
+        # A copy from pageable memory would block the host. torch keeps the pinned block until the
+        # copy has read it.
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup, op: str) -> Work:
-    """Start to reduce a small tensor over the group, in place. ``op``: "sum", "max" or "min"."""
+    """Start to all-reduce a small tensor in place. ``op`` is "sum", "max" or "min"."""
     ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
     return _require(dist.all_reduce(tensor, op=ops[op], group=group, async_op=True))
 
 
 def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
-    """The elementwise maximum of a small tensor over the group, in place, as part of an operation
-    on a lane."""
+    """Compute the elementwise maximum of a small tensor over the group, in place.
+
+    This is part of an operation on a lane.
+    """
     stays = _stays_on_stream(group, tensor.device)
     work = dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=not stays)
     yield () if stays else (_require(work),)
 
 
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
-    """Give every rank of the group the values of its rank ``source``. None: one rank."""
+    """Broadcast ``tensor`` from rank ``source`` of the group. Without a group, do nothing."""
     if group is not None and tensor.numel():
         with naming("values of the first rank", group), _served(tensor, group) as sent:
             dist.broadcast(_as_sent(sent), group=group, group_src=source)
@@ -362,21 +377,23 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0)
 
 
 def broadcast_together_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """As :func:`broadcast_` from the first rank, of many tensors of one dtype in few messages."""
+    """Broadcast many tensors of one dtype from the first rank, in few messages."""
     if group is not None and tensors:
         with naming("values of the first rank", group):
             dist._broadcast_coalesced(group, list(tensors), _MESSAGE_BYTES, 0)
 
 
 def send(tensor: Tensor, group: dist.ProcessGroup, receiver: int) -> None:
-    """Send a tensor to rank ``receiver`` of the group, which receives it. Waits until it can be
-    changed."""
+    """Send a tensor to rank ``receiver`` of the group, which calls :func:`receive_`.
+
+    Returns when the tensor can be changed.
+    """
     with naming("a file of another rank", group):
         dist.send(tensor, group=group, group_dst=receiver)
 
 
 def receive_(tensor: Tensor, group: dist.ProcessGroup, sender: int) -> None:
-    """Receive a tensor from rank ``sender`` of the group, which sends it."""
+    """Receive a tensor from rank ``sender`` of the group, which calls :func:`send`."""
     with naming("a file of another rank", group):
         dist.recv(tensor, group=group, group_src=sender)
 
@@ -384,14 +401,17 @@ def receive_(tensor: Tensor, group: dist.ProcessGroup, sender: int) -> None:
 def gather_objects(
     value: object, group: dist.ProcessGroup | None, what: str = "a comparison of ranks"
 ) -> list[object]:
-    """Every rank's ``value``, on every rank. For construction and errors only.
+    """Returns the ``value`` of every rank, on every rank. For construction and errors only.
 
-    ``what`` it is for is part of the error of a rank that waits in vain.
+    Args:
+        value: The object of this rank.
+        group: The process group. None: there is a single rank.
+        what: Name of the operation in errors.
     """
     if group is None:
         return [value]
     if dist.get_backend(group) == "fake":
-        return [value] * group.size()  # all ranks are this one
+        return [value] * group.size()  # this process stands for all ranks
     gathered: list[object] = [None] * group.size()
     with naming(what, group):
         dist.all_gather_object(gathered, value, group=group)
@@ -408,7 +428,7 @@ def _store(out: Tensor, value: Tensor, accumulate: bool, divisor: float = 1.0) -
 
 
 class _Options:
-    """Options of collectives, which never change; those of reductions by whether they average."""
+    """Constant options of collectives. Options of reductions are indexed by ``average``."""
 
     def __init__(self, *, is_async: bool) -> None:
         self.gather = distributed_c10d.AllgatherOptions()
@@ -423,14 +443,14 @@ class _Options:
 
 
 def _as_sent(tensor: Tensor) -> Tensor:
-    """A view that any backend takes, where bytes only move: gloo refuses float8."""
+    """Returns a view whose dtype all backends can send. Gloo does not support float8."""
     if tensor.dtype.itemsize == 1 and tensor.dtype != torch.uint8:
         return tensor.view(torch.uint8)
     return _as_reals(tensor)
 
 
 def _as_reals(tensor: Tensor) -> Tensor:
-    """A view that any backend takes, where bytes are summed: of a complex number two real ones."""
+    """Returns a view whose dtype all backends can sum: two real numbers for a complex one."""
     return torch.view_as_real(tensor).view(-1) if tensor.dtype.is_complex else tensor
 
 
@@ -440,14 +460,14 @@ def _is_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def _at_one_place(first: Tensor, second: Tensor) -> bool:
-    """Whether they begin at one address; a fake tensor has none."""
+    """Returns whether two tensors start at the same address. Also works for fake tensors."""
     if not backend.current().has_values:
         return allocator.begin_together(first, second)
     return first.data_ptr() == second.data_ptr()
 
 
 def _stays_on_stream(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether collectives are issued synchronously: see the module docstring."""
+    """Returns whether collectives run on the current stream: see the module docstring."""
     return is_accelerator(device) and name_of_backend(group, device) == default_backend(device)
 
 

@@ -1,4 +1,4 @@
-"""Lanes beside those of every engine, which extensions use; waits of the host and the device."""
+"""Additional lanes for extensions, and waits of the host and of the device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fsdp_engine.comm.lanes import COPY_IN, Lane
 
 
 def names_of_copies(what: str) -> tuple[str, str]:
-    """Returns the names of the lanes on which ``what`` is copied to the device and from it."""
+    """Returns the names of the lanes that copy ``what`` to the device and from the device."""
     return f"{what} in", f"{what} out"
 
 
 def copied_on(lane: str) -> str:
-    """Returns the ``what`` of a lane of :func:`make_copy_lanes`; "": it is another lane.
+    """Returns the ``what`` of a lane of :func:`make_copy_lanes`, or "" for another lane.
 
     Args:
         lane: The name of the lane.
@@ -32,10 +32,12 @@ def copied_on(lane: str) -> str:
 def make_copy_lanes(
     device: torch.device, what: str, kind: type[DeviceLane] = DeviceLane
 ) -> tuple[Lane, Lane]:
-    """Returns the lanes on which ``what`` is copied to ``device`` and from it.
+    """Returns the lanes that copy ``what`` to ``device`` and from ``device``.
 
     Args:
-        kind: The class of an accelerator's lanes.
+        device: The device of the copies.
+        what: Name of the copied tensors, which is part of the names of the lanes.
+        kind: The class of the lanes on an accelerator.
     """
     into, out = make_other_lanes(device, names_of_copies(what), kind)
     return into, out
@@ -44,8 +46,11 @@ def make_copy_lanes(
 def make_other_lanes(
     device: torch.device, names: Sequence[str], kind: type[DeviceLane] = DeviceLane
 ) -> Sequence[Any]:
-    """Returns lanes of these names beside those of every engine: on an accelerator objects of
-    ``kind``, which are a :class:`~.lanes.ComputeLane`; on a CPU a :class:`~.lanes.Lane`."""
+    """Returns new lanes with these names.
+
+    On an accelerator they are instances of ``kind``, with the interface
+    :class:`~.lanes.ComputeLane`. On a CPU they have the interface :class:`~.lanes.Lane`.
+    """
     if (made := backend.current().other_lanes(names)) is not None:
         given: Sequence[Any] = made
         return given
@@ -56,20 +61,22 @@ def make_other_lanes(
 
 
 def compute_waits_for(event: torch.Event) -> None:
-    """What the model's own stream is given from here on comes after ``event``, and so does what
-    lanes are given behind it."""
+    """Make the model's stream wait for ``event``.
+
+    Work submitted to it afterwards, and work of lanes that follows it, runs after ``event``.
+    """
     event.wait()
 
 
 def finish_compute(device: torch.device) -> None:
-    """The host waits for what the model's own stream on ``device`` was given so far."""
+    """Wait on the host for all work submitted so far to the model's stream on ``device``."""
     if is_accelerator(device):
         module_of(device).current_stream(device).synchronize()
 
 
 def mark(device: torch.device) -> Callable[[], None]:
-    """Returns a function that makes the host wait for what the current stream of this thread on
-    ``device`` was given so far."""
+    """Returns a function that waits on the host for the work submitted so far to the current stream
+    of this thread on ``device``."""
     module = module_of(device)
     event = module.Event()
     event.record(module.current_stream(device))
@@ -78,7 +85,7 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """How long an accelerator works on what ``action`` gives it; the host waits for that."""
+    """Returns the device seconds of the work that ``action`` submits. The host waits for it."""
     module = module_of(device)
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
     stream = module.current_stream(device)

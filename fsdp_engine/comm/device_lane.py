@@ -1,4 +1,4 @@
-"""Lanes on an accelerator, which are streams: see [Note: Lanes] in ``lanes.py``."""
+"""Lanes of an accelerator, which are streams: see [Note: Lanes] in ``lanes.py``."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from fsdp_engine.comm.lanes import (
 
 
 class PendingTicket:
-    """A ticket of work that the host has yet to submit to a stream."""
+    """A ticket of work that the host has not yet submitted to a stream."""
 
     __slots__ = ()
 
     def finish(self) -> DeviceTicket:
-        """Wait until it is submitted; returns the ticket of its stream."""
+        """Wait until the work is submitted, and return the ticket of its stream."""
         raise NotImplementedError
 
 
 class DeviceTicket:
-    """An event on a stream.
+    """A ticket that is an event on a stream.
 
     Attributes:
-        stream: the stream.
-        works: while meters are present, the operation that ends with it, and those before it.
+        event: The event.
+        stream: The stream on which the event was recorded.
+        works: The operation that ends with the event, and its predecessors. Empty without meters.
     """
 
     __slots__ = ("event", "stream", "works")
@@ -51,16 +52,16 @@ class DeviceTicket:
 
 
 class DeviceLane:
-    """A lane on an accelerator: a stream.
+    """A lane of an accelerator, which is a stream.
 
     Args:
-        device: where.
-        stream: None: the stream that is current at each call.
-        ranks: global ranks that take part, for messages; none: all.
-        name: one of ``LANES``.
+        device: The accelerator.
+        stream: The stream. None: the stream that is current at each call.
+        ranks: Global ranks that take part, for messages. Empty: all.
+        name: The name of the lane, such as one of ``LANES``.
 
     Attributes:
-        recent: the latest submissions, labels and events; a :class:`.Monitor` may replace it.
+        recent: Labels and events of the latest submissions. A :class:`.Monitor` may replace it.
     """
 
     runs_ahead = True
@@ -79,7 +80,7 @@ class DeviceLane:
         self.name = name
         self.meters: tuple[Meter, ...] = ()
         self.recent: deque[tuple[str, Any]] = deque(maxlen=0)
-        self._awaited: DeviceTicket | None = None  # last
+        self._awaited: DeviceTicket | None = None  # the ticket of the last wait
         self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
 
     def _target(self) -> Any:
@@ -94,7 +95,7 @@ class DeviceLane:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> DeviceTicket:
-        """See :class:`Lane`; the host does not wait."""
+        """See :class:`Lane`. The host does not wait."""
         del reads, writes
         stream = self._target()
         self.wait(*after)
@@ -126,9 +127,12 @@ class DeviceLane:
         return DeviceTicket(event, stream)
 
     def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`; the stream waits, not the host. Of several tickets of one stream it
-        waits for the newest, for none of its own, and for one only once, unless waits are
-        measured."""
+        """See :class:`Lane`. The stream waits, not the host.
+
+        Of several tickets of one stream it waits for the newest only. It does not wait for tickets
+        of its own stream, or again for the ticket of the last wait. While compute's waits are
+        measured, each ticket is waited for.
+        """
         stream = self._target()
         each_is_timed = self._stream is None and bool(self.meters)
         newest: dict[Any, DeviceTicket] = {}
@@ -137,7 +141,7 @@ class DeviceLane:
             if isinstance(ticket, PendingTicket):
                 begin = self._timed_event(stream) if each_is_timed else None
                 ticket = ticket.finish()
-                if begin is not None:  # compute waits while the host does
+                if begin is not None:  # the host's wait is part of compute's wait
                     begins[ticket] = begin
             if isinstance(ticket, DeviceTicket):
                 newest[ticket if each_is_timed else ticket.stream] = ticket
@@ -163,20 +167,20 @@ class DeviceLane:
         """See :class:`Lane`."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """See :class:`ComputeLane`: this lane's stream is the current one."""
+        """See :class:`ComputeLane`. This lane's stream is current within the context."""
         context: AbstractContextManager[None] = self._module.stream(self._target())
         return context
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
-        """See :class:`Lane`; the caching allocator ties the memory to this lane's stream."""
-        if self._stream is None:  # the current one, which is not entered again
+        """See :class:`Lane`. The caching allocator binds the memory to this lane's stream."""
+        if self._stream is None:  # the lane's stream is the current one
             action()
             return
         with self._module.stream(self._stream):
             action()
 
     def of_caller(self) -> DeviceLane:
-        """This lane, on the stream that is current now."""
+        """Returns a lane bound to this lane's stream, or to the current one if it has none."""
         return DeviceLane(self._device, self._target(), self.ranks, self.name)
 
     def drain(self) -> list[Exception]:

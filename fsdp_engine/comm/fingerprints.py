@@ -1,4 +1,4 @@
-"""Fingerprints of tensors, by which ranks find out whether they hold equal values."""
+"""Fingerprints of tensors, which ranks compare to find out whether they hold equal values."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Elements that are converted to 64-bit integers at once.
+# Number of elements that are converted to 64-bit integers at a time.
 _CHUNK = 2**18
-# An odd number; products of it wrap around.
+# An odd number. Products with it wrap around.
 _FACTOR = 6364136223846793005
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
-    """Returns a number for each tensor that follows from all of its bits and their order. Waits for
-    the device once.
+    """Returns a number for each tensor that depends on all of its bits and their order.
 
-    Tensors of other bits have another number, but for a chance of about 2**-64.
+    Tensors with different bits have the same number with a probability of about 2**-64. The host
+    waits for the device once.
     """
     found = [fingerprint(tensor) for tensor in tensors]
     return torch.stack(found).tolist() if found else []
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns a number for each tensor by which this process finds out whether its values have
-    changed: on a CPU the CRC-32 of its bytes, which takes no memory, elsewhere its fingerprint."""
+    """Returns a number for each tensor, by which this process detects changes of its values.
+
+    On a CPU it is the CRC-32 of the bytes, which needs no memory; elsewhere the fingerprint.
+    """
     if any(each.device.type != "cpu" for each in tensors):
         return fingerprints(tensors)
     return [_checksum(_integers_of(each)) for each in tensors]
@@ -39,12 +41,15 @@ def _checksum(integers: Tensor) -> int:
     num_bytes = integers.numel() * integers.element_size()
     if not num_bytes:
         return 0
-    # Not `numpy()`: torch alone is enough for training.
+    # `Tensor.numpy()` is not used because training requires torch only.
     return zlib.crc32((ctypes.c_char * num_bytes).from_address(integers.data_ptr()))
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The same of one tensor (of a DTensor, this rank's shard), as a 0-d tensor on its device."""
+    """Returns the fingerprint of a tensor, or of this rank's shard of a DTensor.
+
+    The result is a 0-d int64 tensor on the device of ``tensor``.
+    """
     integers = _integers_of(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in integers.split(_CHUNK) if len(integers) else ():
@@ -54,8 +59,10 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 def _integers_of(tensor: Tensor) -> Tensor:
-    """The bits of a tensor, or of a DTensor's shard on this rank, as integers of its element size:
-    flat, and a view where it is contiguous."""
+    """Returns the bits of a tensor as a 1-D tensor of integers of the same element size.
+
+    It is a view of the tensor, if this is contiguous. For a DTensor, it has this rank's shard.
+    """
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     flat = tensor.detach().contiguous().view(-1)
@@ -65,8 +72,10 @@ def _integers_of(tensor: Tensor) -> Tensor:
 
 
 def _factors(num: int, device: torch.device) -> Tensor:
-    """Returns an odd number for each of ``num`` elements, without a pattern. They are not kept,
-    since they are as large as the weights."""
+    """Returns an odd pseudo-random number for each of ``num`` elements.
+
+    The numbers are not cached, because they are as large as the weights.
+    """
     mixed = torch.arange(1, num + 1, dtype=torch.int64, device=device).mul_(_FACTOR)
     mixed = mixed.bitwise_xor_(mixed >> 29).mul_(_FACTOR)
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -1,10 +1,11 @@
-"""Gloo's threads at the end of a program.
+"""Waits for gloo's threads at the end of a program.
 
-The thread that ran a collective drops its tensors after the waiting thread has returned. Tensors
-that Python has seen need the interpreter's lock for that, and a C++ thread that asks for it while
-the interpreter ends aborts the process: "terminate called without an active exception", exit status
--6, right after the last collective of a program (torch 2.11 to 2.13; pytorch/pytorch#190489).
-``destroy_process_group`` is no remedy: threads live as long as anything refers to their group.
+The thread that ran a collective frees its tensors after the waiting thread has returned. To free a
+tensor with a Python object it needs the interpreter's lock. A C++ thread that requests the lock
+while the interpreter ends aborts the process: "terminate called without an active exception", exit
+status -6, right after the last collective of a program (torch 2.11 to 2.13;
+pytorch/pytorch#190489). ``destroy_process_group`` does not help, because threads live as long as
+any reference to their group.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from pathlib import Path
 
 _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
-# A thread is idle if it sleeps in so many looks, so far apart. It may sleep in one of them because
-# it waits for the lock, which is free between them.
+# A thread is idle if it sleeps at so many checks, with this interval. It may sleep at one check
+# because it waits for the lock, which is free between checks.
 _LOOKS = 3
 _INTERVAL_SECONDS = 0.005
 _MOST_SECONDS = 2.0
@@ -24,9 +25,9 @@ _SECONDS_WITHOUT_PROC = 0.1
 
 
 def wait_until_idle() -> None:
-    """Return when gloo's threads have dropped what they ran, or after two seconds.
+    """Wait until gloo's threads have freed the tensors of their collectives, or for two seconds.
 
-    Needs no other rank. Where no ``/proc`` tells what threads do, wait a tenth of a second.
+    No other rank is needed. Without ``/proc``, which has the states of threads, wait 0.1 seconds.
     """
     if not _TASKS.is_dir():
         time.sleep(_SECONDS_WITHOUT_PROC)
@@ -42,11 +43,11 @@ def wait_until_idle() -> None:
 
 
 def _states() -> Iterator[str]:
-    """Of each of gloo's threads: "S" sleeps, "R" runs or could (``man 5 proc``)."""
+    """Yields the state of each gloo thread: "S" sleeps, "R" runs or is ready (``man 5 proc``)."""
     for task in _TASKS.iterdir():
         try:
             _, name, rest = (task / "stat").read_text().replace("(", ")").split(")", 2)
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it has ended meanwhile
+            continue  # the thread has ended
         if name == _THREAD_NAME:
             yield rest.split()[0]

@@ -1,6 +1,6 @@
-"""Process groups: creation in agreement with all of their ranks, properties, and sets of ranks.
+"""Creates process groups, reads their properties, and defines sets of ranks.
 
-``dist.new_group`` is not used: see :func:`new_group`.
+``dist.new_group`` is not used, for the reason in :func:`new_group`.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ _BY_RANKS: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]
 ] = weakref.WeakKeyDictionary()
 
-# Also those of groups that were made elsewhere.
+# This also waits for the threads of groups that other code has made.
 atexit.register(gloo_threads.wait_until_idle)
 
 
 def group_of_ranks(
     ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device, *, purpose: str = "ranks"
 ) -> dist.ProcessGroup:
-    """The group of these global ranks for one purpose, made once. All of them must call it, and no
-    other rank.
+    """Returns the group of these ranks for one purpose, which is made at the first call.
+
+    Collective over these ranks.
 
     Args:
-        ranks: in any order, this rank among them.
-        like: whose timeout and options it gets.
-        device: The device of the tensors that are sent.
-        purpose: groups of other purposes are other groups.
+        ranks: Global ranks in any order, this rank included.
+        like: The group whose timeout and options the new group gets.
+        device: The device of the tensors to communicate.
+        purpose: Name of the purpose. Each purpose has a group of its own.
     """
     members = tuple(sorted(ranks))
     key = (purpose, members)
@@ -55,14 +56,16 @@ def group_of_ranks(
 def group_like(
     like: dist.ProcessGroup, ranks: list[int], device: torch.device, name: str
 ) -> dist.ProcessGroup:
-    """The group of these ranks, in this order, with the timeout and the options that ``like`` was
-    made with for tensors on ``device``; only they call it."""
+    """Make a group of these ranks, in this order. Collective over them.
+
+    It has the timeout and the options of ``like`` for tensors on ``device``.
+    """
     timeout = timeout_of_group(like, device)
     return new_group(ranks, timeout, name, options=_copy_of_options(like, device, timeout))
 
 
 def default_group() -> dist.ProcessGroup:
-    """That of all ranks, which must be initialised."""
+    """Returns the default group, of all ranks. It must be initialised."""
     group = dist.group.WORLD
     assert group is not None
     return group
@@ -75,11 +78,12 @@ def new_group(
     backend: str | None = None,
     options: Any = None,
 ) -> dist.ProcessGroup:
-    """The group of these ranks, in this order; only they call it.
+    """Make a group of these ranks, in this order. Collective over them, not over all ranks.
 
-    An axis of 1,024 rows costs a rank one group, not 1,024. ``dist.new_group`` has that, too, but
-    puts the number of groups that the rank is in into the name under which its ranks look for each
-    other (torch 2.11 to 2.13): ranks in different numbers of groups would wait for ever.
+    For an axis with 1,024 rows a rank makes one group, not 1,024. ``dist.new_group`` can do this,
+    too (``use_local_synchronization``). But the name under which its ranks find each other contains
+    the number of groups of the rank (torch 2.11 to 2.13), so ranks in different numbers of groups
+    would wait forever.
     """
     default = default_group()
     world = distributed_c10d._world
@@ -104,8 +108,8 @@ def new_group(
 def free_gloo_group(group: dist.ProcessGroup) -> None:
     """Destroy a gloo group, and delete this rank's addresses from the default store.
 
-    ``dist.destroy_process_group`` leaves them there (torch 2.11 to 2.13). All ranks of the group
-    must have made it: they read the addresses to do so.
+    ``dist.destroy_process_group`` does not delete them (torch 2.11 to 2.13). All ranks must have
+    made the group, because they read the addresses to make it.
     """
     store = distributed_c10d._world.pg_map[default_group()][1]
     rank, within = dist.get_rank(group), dist.PrefixStore(f"{group.group_name}/", store)
@@ -114,7 +118,7 @@ def free_gloo_group(group: dist.ProcessGroup) -> None:
     for device in devices:
         addresses = dist.PrefixStore(f"{device}/", within)
         interface = 0
-        # A FileStore says of every key that it has deleted it.
+        # The return value of delete_key is not used: a FileStore returns True for any key.
         while addresses.check([key := f"{interface}/{rank}"]):
             addresses.delete_key(key)
             interface += 1
@@ -122,8 +126,11 @@ def free_gloo_group(group: dist.ProcessGroup) -> None:
 
 @contextmanager
 def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
-    """Within it, new groups are not split off the default group's communicator, which all its ranks
-    would have to take part in (NCCL, where ``init_process_group`` was given a device)."""
+    """Context in which new groups are not split off the communicator of the default group.
+
+    A split is collective over all ranks of the default group. torch splits NCCL's communicators if
+    ``init_process_group`` has a ``device_id``.
+    """
     bound = default.bound_device_id
     if bound is None:
         yield
@@ -136,7 +143,7 @@ def _not_split_off(default: dist.ProcessGroup) -> Iterator[None]:
 
 
 def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """The timeout that ``group`` was made with, for tensors on ``device``."""
+    """Returns the timeout of ``group`` for tensors on ``device``."""
     own = getattr(_options_of(group, device), "_timeout", None)
     if own is None:
         own = distributed_c10d._get_default_timeout(dist.Backend(dist.get_backend(group)))
@@ -145,16 +152,19 @@ def timeout_of_group(group: dist.ProcessGroup, device: torch.device) -> timedelt
 
 
 def _options_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """The options of the group's backend; None: the backend has none."""
+    """Returns the options of the group's backend, or None if it has none."""
     try:
         return getattr(backend_of(group, device), "options", None)
-    except RuntimeError:  # torch 2.14 of backends that do not implement them
+    except RuntimeError:  # torch 2.14 raises for backends without options
         return None
 
 
 def _copy_of_options(group: dist.ProcessGroup, device: torch.device, timeout: timedelta) -> Any:
-    """NCCL's options that ``group`` was made with, for another group (torch writes that one's name
-    into them); None for backends of which torch takes none but a timeout."""
+    """Returns a copy of the NCCL options of ``group`` for another group.
+
+    It is a copy because torch writes the name of the group into its options. Returns None for
+    backends for which torch accepts only a timeout.
+    """
     options = _options_of(group, device)
     if not hasattr(options, "config"):
         return None
@@ -166,7 +176,7 @@ def _copy_of_options(group: dist.ProcessGroup, device: torch.device, timeout: ti
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
-    """The backend object that serves ``device`` in ``group``; None if there is none."""
+    """Returns the backend object of ``group`` for ``device``, or None if there is none."""
     try:
         return group._get_backend(torch.device(device.type))
     except RuntimeError:
@@ -174,21 +184,21 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> object | None:
 
 
 def name_of_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves ``device`` in ``group``; "" if there is none."""
+    """Returns the name of the backend of ``group`` for ``device``, or "" if there is none."""
     return str(getattr(backend_of(group, device), "name", lambda: "")())
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Some ranks, this one among them.
+    """A set of ranks that includes this rank.
 
     Attributes:
-        device_mesh: how they lie.
-        device: where this rank's tensors live.
-        control_group: all of them; small messages. None for a single rank.
-        message_group: all of them; messages that the host waits for while the device computes. A
-            communicator runs one collective after the other, so on an accelerator this one carries
-            nothing that waits for work of the device.
+        device_mesh: The mesh of these ranks.
+        device: The device of this rank's tensors.
+        control_group: The group of all ranks for small messages. None for a single rank.
+        message_group: The group of all ranks for messages that the host waits for while the device
+            computes. A communicator runs its collectives in order, so on an accelerator none of
+            this group's collectives waits for computation of the device. None for a single rank.
     """
 
     device_mesh: DeviceMesh
@@ -198,29 +208,29 @@ class Ranks:
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks in the set."""
         return 1 if self.control_group is None else self.control_group.size()
 
     @property
     def rank(self) -> int:
-        """This rank's number among them."""
+        """Index of this rank in the set."""
         return 0 if self.control_group is None else self.control_group.rank()
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank whose values are broadcast, if any are."""
+        """Whether this is the first rank, from which values are broadcast."""
         return self.rank == 0
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks, row by row."""
+        """The global ranks, row by row."""
         return members_of(self.device_mesh)
 
     def make_host_group(self, timeout: timedelta) -> dist.ProcessGroup | None:
-        """A further group of all of them, on gloo, for work beside training; None for one rank.
+        """Make a gloo group of all ranks for work beside training; None for a single rank.
 
-        All must call it. Collectives that a thread issues must not meet those of training in one
-        group: their order would differ between ranks.
+        Collective. Collectives of another thread and those of training must not be in one group,
+        because their order would differ between ranks.
         """
         if self.size == 1:
             return None
@@ -228,13 +238,15 @@ class Ranks:
         return new_group(self.ranks, timeout, f"{met.name}/host", backend="gloo")
 
     def free_host_group(self, group: dist.ProcessGroup | None) -> None:
-        """Free a group of :meth:`make_host_group`: connections, threads and keys of the store.
-        Not collective, but no rank may need the group any more."""
+        """Free the connections, threads and store keys of a group of :meth:`make_host_group`.
+
+        Not collective. No rank may use the group afterwards.
+        """
         if group is not None and dist.is_initialized():
             free_gloo_group(group)
 
 
 @_disable_current_modes()
 def members_of(device_mesh: DeviceMesh) -> list[int]:
-    """Global ranks of a mesh, row by row."""
+    """Returns the global ranks of a mesh, row by row."""
     return list(device_mesh.mesh.flatten().tolist())

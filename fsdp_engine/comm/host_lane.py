@@ -1,4 +1,4 @@
-"""Lanes on a CPU: see [Note: Lanes] in ``lanes.py``."""
+"""Lanes of a CPU: see [Note: Lanes] in ``lanes.py``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ from fsdp_engine.comm.lanes import (
 
 
 class HostTicket:
-    """An operation on a :class:`HostLane`, and whether it is done."""
+    """An operation on a :class:`HostLane`.
+
+    Attributes:
+        done: Whether the host has driven the operation to its end.
+    """
 
     __slots__ = ("_after", "_failure", "_label", "_lane", "_operation", "_steps", "_works", "done")
 
@@ -43,21 +47,21 @@ class HostTicket:
 
     @property
     def label(self) -> str:
-        """Its operation and unit."""
+        """The label of the operation, which names its unit."""
         return self._label
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks that take part; none: all."""
+        """The global ranks that take part. Empty: all."""
         return self._lane.ranks
 
     @property
     def is_started(self) -> bool:
-        """Whether its communication has been issued."""
+        """Whether the operation has issued its communication."""
         return self._operation is None
 
     def start(self) -> None:
-        """Issue its communication, once everything it comes after is done."""
+        """Wait for the predecessors, and issue the communication."""
         if self._operation is None:
             return
         for ticket in self._after:
@@ -72,8 +76,9 @@ class HostTicket:
         """Drive the operation to its end.
 
         Raises:
-            RuntimeError: its communication failed, now or before; names the operation.
-            ValueError: this rank and others would not do the same.
+            RuntimeError: The communication has failed, now or before. The message names the
+                operation.
+            ValueError: This rank and other ranks run different operations.
         """
         if self._operation is not None:
             self._lane.start_through(self)
@@ -83,7 +88,7 @@ class HostTicket:
     def _advance(self) -> None:
         """Wait for the pending works, then take the next step."""
         if self._failure is not None:
-            # A generator that raised is over, which must not pass for success.
+            # A generator that has raised looks exhausted, which must not count as success.
             raise RuntimeError(self._failure)
         assert self._steps is not None
         profiled = is_profiled()
@@ -99,7 +104,7 @@ class HostTicket:
             if profiled:
                 with torch.profiler.record_function(f"fsdp_engine: {self._label}"):
                     works = next(self._steps, None)
-            else:  # a range costs time without a profiler, too
+            else:  # a profiler range costs time even without a profiler
                 works = next(self._steps, None)
         except ValueError as error:
             self._failure = str(error)
@@ -116,7 +121,7 @@ class HostTicket:
             ACTIVITY.done = self._label
 
     def _wait_seen(self) -> None:
-        """Wait for the pending works, with a profiler or a meter."""
+        """Wait for the pending works, and report the wait to the profiler and to meters."""
         lane = self._lane
         begin = time.perf_counter()
         with labelled(f"compute waits for {name_of_wait(lane.name, unit_of(self._label))}"):
@@ -127,15 +132,15 @@ class HostTicket:
             meter.waited(lane.name, self._label, seconds)
 
 
-_DONE = SimpleNamespace(done=True)  # the ticket of work that the host has already done
+_DONE = SimpleNamespace(done=True)  # the ticket of work that is already done
 
 
 class HostLane:
-    """A lane on CPU: a FIFO of operations. See [Note: Lanes].
+    """A lane of a CPU: a FIFO of operations. See [Note: Lanes] in ``lanes.py``.
 
     Args:
-        ranks: global ranks that take part, for messages; none: all.
-        name: one of ``LANES``.
+        ranks: Global ranks that take part, for messages. Empty: all.
+        name: The name of the lane, such as one of ``LANES``.
     """
 
     runs_ahead = False
@@ -158,8 +163,8 @@ class HostLane:
     ) -> HostTicket:
         """See :class:`Lane`."""
         del reads, writes
-        # Operations that still wait here come after work on another lane. Blocking for it now, one
-        # submission later, keeps the lane moving without a thread that polls.
+        # Operations that have not started wait for work on another lane. The host blocks for this
+        # work now, one submission later, so that the lane advances without a polling thread.
         while self._waiting:
             self._waiting.popleft().start()
         unfinished = self._unfinished
@@ -176,17 +181,17 @@ class HostLane:
         return ticket
 
     def start_through(self, ticket: HostTicket) -> None:
-        """Start everything up to and including ``ticket``."""
+        """Start all operations up to ``ticket``, and ``ticket`` itself."""
         while self._waiting and not ticket.is_started:
             self._waiting.popleft().start()
         ticket.start()
 
     def record(self) -> Ticket:
-        """See :class:`Lane`; what the host has submitted, the host waits for by itself."""
+        """See :class:`Lane`. Only compute is recorded, whose work the host has already done."""
         return _DONE
 
     def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`; the host blocks."""
+        """See :class:`Lane`. The host blocks."""
         for ticket in tickets:
             if not ticket.done:
                 assert isinstance(ticket, HostTicket)

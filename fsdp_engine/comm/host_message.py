@@ -1,4 +1,4 @@
-"""A few bytes that all ranks exchange beside training, and hosts read."""
+"""Small messages that all ranks exchange during training, and that the host reads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from fsdp_engine.comm.lanes import SideStream
 
 
 class HostMessage:
-    """The elementwise maximum over ranks of some bytes. It waits for nothing that the device has to
-    do; one is in flight at a time.
+    """Computes the elementwise maximum over ranks of some bytes.
+
+    It does not wait for computation of the device. One message is in flight at a time.
 
     Args:
-        what: it is for, in errors.
-        ranks: all of them.
+        what: Name of the message in errors.
+        ranks: The ranks that take part.
     """
 
     def __init__(self, what: str, ranks: Ranks) -> None:
@@ -30,7 +31,7 @@ class HostMessage:
         self._work: Work | None = None
 
     def start(self, content: bytearray) -> None:
-        """Send ``content``, of one length on all ranks. Collective."""
+        """Send ``content``, whose length must be the same on all ranks. Collective."""
         self._content = content
         if self._group is not None:
             with self._stream.entered():
@@ -38,7 +39,7 @@ class HostMessage:
                 self._work = start_all_reduce(self._sent, self._group, "max")
 
     def finish(self) -> list[int]:
-        """Wait for all ranks; returns the maxima."""
+        """Wait for the messages of all ranks, and return the maxima."""
         if self._group is None:
             return list(self._content)
         assert self._sent is not None

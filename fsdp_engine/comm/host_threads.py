@@ -1,9 +1,9 @@
-"""Threads of ranks that share the cores of a host.
+"""Limits the threads of ranks that share the cores of a host.
 
-Torch computes with as many threads as there are cores, in each process. Those of OpenMP spin at the
-end of each parallel region until all have ended. With more threads than cores they take the cores
-from the threads that they wait for, and steps take many times as long.
-torchrun sets ``OMP_NUM_THREADS=1`` for this reason; other launchers set nothing.
+Each process of torch computes with as many threads as there are cores. OpenMP's threads spin at the
+end of each parallel region until all of them have finished. If there are more threads than cores,
+spinning threads occupy the cores that the others need, and steps take many times as long.
+torchrun sets ``OMP_NUM_THREADS=1`` for this reason; other launchers do not.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-# By which users set the number of threads.
+# Environment variables with which users set the number of threads.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Another number since is the user's.
+# If the number differs from this later, the user has set it.
 _AT_IMPORT = torch.get_num_threads()
 
 
 def machine() -> str:
-    """The namespace of process numbers."""
+    """Returns the name of the host, with the namespace of process ids (containers differ)."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}"
 
 
 def _cores() -> list[int]:
-    """Those that this process may use."""
+    """Returns the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def _key() -> str:
-    """The same on ranks that share their cores, in the store of the default group."""
+    """Returns the key in the default group's store that ranks with the same cores share."""
     return f"fsdp_engine/cores/{dist.get_world_size()}/{machine()}/{_cores()}"
 
 
@@ -51,9 +51,11 @@ def announce_rank() -> None:
 
 
 def share_cores() -> None:
-    """Let torch use this rank's share of the cores, after all ranks have called
-    :func:`announce_rank`. A number of threads in the environment, or set by
-    ``torch.set_num_threads`` after this package was imported, is left as it is."""
+    """Set the number of torch's threads to this rank's share of the cores.
+
+    All ranks must have called :func:`announce_rank` before. A number of threads that is set in the
+    environment, or with ``torch.set_num_threads`` after the import of this package, is not changed.
+    """
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     num_ranks, num_cores = _get_default_store().add(_key(), 0), len(_cores())

@@ -1,42 +1,42 @@
-"""Lanes, ordered queues of work on accelerators and on CPU, and meters of waits for them.
+"""Lanes, which are ordered queues of work on accelerators and on CPU, and meters of waits.
 
-Streams, events and profiler labels are in this file, in ``device_lane.py`` and in ``copy_lanes.py``
-alone. ``host_lane.py`` has the lanes of a CPU.
+Only this file, ``device_lane.py`` and ``copy_lanes.py`` use streams, events and profiler labels.
+``host_lane.py`` has the lanes of a CPU.
 
 [Note: Lanes]
 There are five lanes: compute (the user's model), a gather and a reduce lane for the inner axis, and
-a pair for the outer axis. Work on one lane runs in the order of submission; between lanes only
-tickets order it. On CUDA a lane is a stream and a ticket an event; the host never waits. On CPU
+such a pair for the outer axis. Work on one lane runs in the order of submission. Between lanes only
+tickets order work. On CUDA a lane is a stream and a ticket an event; the host never waits. On CPU
 compute is the host itself, a lane is a FIFO of asynchronous works, and waiting for a ticket drives
-its operation to the end. Of several tickets of one stream a lane waits for the newest only, and for
-none of its own.
+its operation to the end. Of several tickets of one stream a lane waits for the newest only. It does
+not wait for its own tickets.
 
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
 for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Copies
-from and to other places have lanes of their own (``copy_lanes.py``).
+between the device and other memory have additional lanes (``copy_lanes.py``).
 
 An operation is a generator (``collectives.py``) that yields the works that must be done before it
-continues. On CUDA it runs through at submission, because its stream waits. On CPU it starts at
-submission if its predecessors are done, otherwise with the next submission or wait on its lane.
+continues. On CUDA it runs to its end at submission, because its stream waits. On CPU it starts at
+submission if its predecessors are done, otherwise at the next submission or wait on its lane.
 
 Submissions name the tensors that they read and write. These lanes ignore the names; lanes of tests
 record them and prove that every two conflicting accesses are ordered.
 
-Lanes and operations have one name each in profiles, in ``engine.measure()``, in errors, and in the
-timeline of a simulation.
+Each lane and each operation has the same name in profiles, in ``engine.measure()``, in errors, and
+in the timeline of a simulation.
 
 [Note: Waits of compute]
-Lanes have *meters*: none in ordinary training. Within ``engine.measure()`` there is one, to which
-lanes report each wait of compute.
+Lanes report each wait of compute to their *meters*. There is one meter within
+``engine.measure()``, and none otherwise.
 
 On CPU compute is the host, which waits for works of a lane. The seconds are attributed to the
-operation that has issued the works. On CUDA the host does not wait at submission. Events with
-timing are recorded before and after the wait on compute's stream, between which the stream only
-waits. (If the device is ahead of the host, they differ by the host's time between the two calls,
-some microseconds.) They are read when they have been reached, or when the measurement is read, so
-that training does not wait for them. The awaited operation and its predecessors have two such
-events, too. As in a simulation, a wait is attributed to the longest of them: a wait for the cast of
-a gather is a wait for the gather.
+operation that has issued the works. On CUDA the host does not wait at submission. Instead, events
+with timing are recorded on compute's stream before and after its wait; between them the stream only
+waits. (If the device has caught up with the host, their times also differ by the host's time
+between the two calls, some microseconds.) The events are read after the device has reached them,
+or when the measurement is read, so that training does not wait for them. The awaited operation and
+its predecessors have two such events, too. As in a simulation, a wait is attributed to the longest
+of these operations: a wait for the cast of a gather counts as a wait for the gather.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _MILLI = 1e-3
 
 @dataclass(frozen=True)
 class TimedWork:
-    """One operation on a device: its lane, its label, and events with times around it."""
+    """One operation on a device: its lane, its label, and events with timing around it."""
 
     lane: str
     label: str
@@ -67,7 +67,7 @@ class TimedWork:
 
     @property
     def seconds(self) -> float:
-        """How long it took; its end must be reached."""
+        """Seconds between the two events. The device must have reached ``end``."""
         return float(self.begin.elapsed_time(self.end)) * _MILLI
 
 
@@ -75,12 +75,14 @@ class Meter(Protocol):
     """Records waits of compute."""
 
     def waited(self, lane: str, label: str, seconds: float) -> None:
-        """The host has waited for works of an operation."""
+        """Record that the host has waited ``seconds`` for works of operation ``label``."""
         ...
 
     def waits(self, begin: Any, end: Any, works: Sequence[TimedWork]) -> None:
-        """Between two events compute's stream waits for the first of ``works``, which came right
-        after the others."""
+        """Record a wait of compute's stream between two events.
+
+        ``works`` has the awaited operation, followed by its predecessors.
+        """
         ...
 
 
@@ -97,13 +99,13 @@ _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ 
 
 
 def unit_of(label: str) -> str:
-    """The unit that the label of an operation names."""
+    """Returns the name of the unit in the label of an operation."""
     found = _LABEL.match(label)
     return found.group(1) if found else label
 
 
 def name_of_wait(lane: str, unit: str) -> str:
-    """The name of a wait in tables: "inner gather of blocks.1"."""
+    """Returns the name of a wait in tables, such as "inner gather of blocks.1"."""
     return f"{lane} of {unit}"
 
 
@@ -112,7 +114,7 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the host knows it to be reached."""
+        """Whether the host knows that the work before this point is done."""
         ...
 
 
@@ -120,8 +122,8 @@ class Lane(Protocol):
     """An ordered queue of work. See [Note: Lanes].
 
     Attributes:
-        runs_ahead: whatever the host does.
-        meters: record waits of compute: see [Note: Waits of compute] in ``lanes.py``.
+        runs_ahead: Whether submitted work runs without further calls of the host.
+        meters: Objects that record waits of compute: see [Note: Waits of compute].
     """
 
     runs_ahead: bool
@@ -136,36 +138,46 @@ class Lane(Protocol):
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> Ticket:
-        """Queue ``operation`` behind this lane's work and behind the tickets in ``after``."""
+        """Submit an operation that runs after this lane's earlier work and after some tickets.
+
+        Args:
+            label: Name of the operation.
+            operation: The function that makes its generator.
+            after: Tickets that the operation waits for.
+            reads: Tensors that the operation reads.
+            writes: Tensors that the operation writes.
+        """
         ...
 
     def record(self) -> Ticket:
-        """A ticket for everything submitted so far."""
+        """Returns a ticket for all work submitted so far."""
         ...
 
     def wait(self, *tickets: Ticket) -> None:
-        """Whatever this lane does later comes after ``tickets``; those of one lane are in the order
-        in which it was given their work."""
+        """Make later work of this lane wait for ``tickets``.
+
+        Tickets of the same lane must be in the order of submission.
+        """
         ...
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Work outside the engine's view (the model's) touches these from here on."""
+        """Declare that later work without submissions (the model's) accesses these tensors."""
         ...
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
-        """Allocate or free ``storage``'s memory at this point of the lane."""
+        """Run ``action``, which allocates or frees the memory of ``storage``, in lane order."""
         ...
 
     def drain(self) -> Sequence[Exception]:
-        """End everything submitted; what failed is returned, not raised."""
+        """Wait for all submitted work. Returns errors instead of raising them."""
         ...
 
 
 class ComputeLane(Lane, Protocol):
-    """A lane on which code can run that knows no lanes."""
+    """A lane on which code without submissions can run."""
 
     def entered(self) -> AbstractContextManager[None]:
-        """Within it, work of the caller runs on this lane."""
+        """Returns a context within which work of the caller runs on this lane."""
         ...
 
 
@@ -174,7 +186,9 @@ class Lanes:
     """The lanes of an engine.
 
     Attributes:
-        copy_in: encodes weights before they are gathered; None: the lane of their gather does.
+        compute: The model's lane.
+        inner_gather, inner_reduce, outer_gather, outer_reduce: The lanes for collectives.
+        copy_in: The lane that encodes weights for gathers. None: the lane of the gather does.
     """
 
     compute: Lane
@@ -186,41 +200,41 @@ class Lanes:
 
     @property
     def all(self) -> tuple[Lane, ...]:
-        """Compute, and the others."""
+        """All lanes, compute first."""
         others = (self.inner_gather, self.inner_reduce, self.outer_gather, self.outer_reduce)
         return (self.compute, *others, *(() if self.copy_in is None else (self.copy_in,)))
 
     @property
     def encode(self) -> Lane:
-        """The lane on which codecs encode weights that the same operation does not gather."""
+        """The lane for encoding weights in an operation other than their gather."""
         return self.inner_gather if self.copy_in is None else self.copy_in
 
     def drain(self) -> list[Exception]:
-        """End everything on every lane; what failed is returned, not raised."""
+        """Wait for all work of all lanes. Returns errors instead of raising them."""
         compute, *others = self.all
         return [error for lane in (*others, compute) for error in lane.drain()]
 
     def drain_gathers(self) -> None:
-        """End all gathers.
+        """Wait for all gathers.
 
         Raises:
-            RuntimeError, ValueError: one failed.
+            RuntimeError, ValueError: A gather has failed.
         """
         for lane in dict.fromkeys((self.encode, self.inner_gather, self.outer_gather)):
             for error in lane.drain():
                 raise error
 
     def gather(self, axis: Axis) -> Lane:
-        """The lane for gathers along ``axis``."""
+        """Returns the lane for gathers along ``axis``."""
         return self.inner_gather if axis is Axis.INNER else self.outer_gather
 
     def reduce(self, axis: Axis) -> Lane:
-        """The lane for reductions along ``axis``."""
+        """Returns the lane for reductions along ``axis``."""
         return self.inner_reduce if axis is Axis.INNER else self.outer_reduce
 
 
 class Chain:
-    """Submissions in a row, each after the one before: put together once, run often."""
+    """A sequence of submissions, each after the previous one. It is built once and run often."""
 
     def __init__(self) -> None:
         self._links: list[tuple[Lane, str, Operation, Sequence[Tensor], Sequence[Tensor]]] = []
@@ -234,11 +248,11 @@ class Chain:
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> None:
-        """A further link; see :meth:`Lane.submit`."""
+        """Append a submission. The arguments are those of :meth:`Lane.submit`."""
         self._links.append((lane, label, operation, reads, writes))
 
     def run(self, after: Sequence[Ticket]) -> Ticket:
-        """Submit all links, the first behind ``after``; returns the last one's ticket."""
+        """Submit all operations, the first one after ``after``. Returns the ticket of the last."""
         ticket: Ticket | None = None
         for lane, label, operation, reads, writes in self._links:
             ticket = lane.submit(label, operation, after=after, reads=reads, writes=writes)
@@ -254,11 +268,10 @@ _NOTHING = nullcontext()
 
 
 class SideStream:
-    """A stream of its own, which waits for nothing that compute and the lanes have to do: for
-    messages that the host waits for. On CPU there is none, and its methods do nothing.
+    """A stream that does not wait for compute and lanes, for messages that the host waits for.
 
     Args:
-        device: where.
+        device: The device. On a CPU there is no stream, and methods do nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -269,12 +282,14 @@ class SideStream:
             self._stream = self._module.Stream(device=device, priority=-1)
 
     def entered(self) -> AbstractContextManager[None]:
-        """Within it, it is the current stream."""
+        """Returns a context within which this is the current stream."""
         return _NOTHING if self._module is None else self._module.stream(self._stream)
 
     def wait_for_compute(self) -> None:
-        """It waits for what the model's own stream was given so far. Not to be called within
-        :meth:`entered`."""
+        """Make this stream wait for the work submitted so far to the model's stream.
+
+        Must not be called within :meth:`entered`.
+        """
         if self._module is not None:
             event = self._module.Event()
             event.record(self._module.current_stream(self._device))
@@ -282,14 +297,15 @@ class SideStream:
 
 
 class GradientStream:
-    """The stream on which the gradients of a backward are written, and on which compute waits for
-    their reductions; or the stream on which a block computes.
+    """The stream on which a backward writes gradients and waits for their reductions.
 
-    Autograd runs each node on the stream of its forward, and the end of a backward on the caller's.
-    Staging is allocated and freed on one stream, the one that was current as the backward began.
+    Autograd runs each node on the stream of its forward, and the end of backward on the stream of
+    the caller. Staging buffers are allocated and freed on a single stream, the current one at the
+    start of backward. Offloaded activations use an object of this class for the stream on which a
+    block computes.
 
     Args:
-        device: where. On CPU there are no streams, and nothing is done.
+        device: The device. On a CPU there are no streams, and methods do nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -303,18 +319,22 @@ class GradientStream:
         return self._module is not None
 
     def is_new(self) -> bool:
-        """Whether the current stream is another than that of the last backward."""
+        """Returns whether the current stream differs from that of the last :meth:`begin`."""
         if self._module is None:
             return False
-        return self._stream is None or self._stream != self._current()  # None != a stream is False
+        # The first test is needed because `None != stream` is False.
+        return self._stream is None or self._stream != self._current()
 
     def begin(self) -> None:
-        """A backward begins, or its forward."""
+        """Use the current stream. Called at the start of a backward, or of a forward."""
         if self._module is not None:
             self._stream = self._current()
 
     def entered(self) -> AbstractContextManager[None]:
-        """Within it, it is the current stream. Where another was, either waits for the other."""
+        """Returns a context within which this is the current stream.
+
+        If another stream was current, this one waits for it first, and it for this one at the end.
+        """
         if self._module is None or self._stream is None:
             return _NOTHING
         current = self._current()
@@ -339,16 +359,18 @@ is_profiled: Any = torch.autograd._profiler_enabled
 
 
 def labelled(label: str) -> Any:
-    """A profiler range while a profiler runs; nothing otherwise, because a range costs time."""
+    """Returns a profiler range, or an empty context if no profiler runs: a range costs time."""
     if is_profiled():
         return torch.profiler.record_function(f"fsdp_engine: {label}")
     return nullcontext()
 
 
 def is_capturing(device: torch.device, streams: Sequence[torch.Stream | None]) -> bool:
-    """Returns whether one of ``streams``, or the stream on which torch captures unless it is given
-    another, is being captured into a graph. While one is, an event that any thread queries makes
-    the capture fail."""
+    """Returns whether a stream is being captured into a graph.
+
+    This is checked for ``streams`` and for torch's default capture stream. During a capture, a
+    query of an event by any thread makes the capture fail.
+    """
     module = module_of(device)
     asks = getattr(module, "is_current_stream_capturing", None)
     if asks is None:

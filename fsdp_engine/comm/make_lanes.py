@@ -1,4 +1,4 @@
-"""The lanes of an engine: those of an accelerator, of a CPU, or of another backend."""
+"""Makes the lanes of an engine, for an accelerator, a CPU, or another backend."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fsdp_engine.comm.lanes import COPY_IN, LANES, Lanes
 
 
 def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
-    """Lanes for ``device``: streams on an accelerator, FIFOs of asynchronous works elsewhere.
+    """Make the lanes of ``device``: streams on an accelerator, FIFOs of asynchronous works on CPU.
 
     Args:
-        device: where the work is done.
-        ranks: global ranks that take part, for messages; none: all.
+        device: The device of the model.
+        ranks: Global ranks that take part, for messages. Empty: all.
     """
     if (made := backend.current().lanes(device)) is not None:
         given: Lanes = made
@@ -25,7 +25,7 @@ def make_lanes(device: torch.device, ranks: Sequence[int] = ()) -> Lanes:
     if is_accelerator(device):
         from fsdp_engine.comm.device_lane import DeviceLane
 
-        # High priority: a gather that starts late stalls the model, compute that yields does not.
+        # Streams have high priority because the model waits for a gather that starts late.
         compute, *others = (*LANES, COPY_IN)
         streams = [module_of(device).Stream(device=device, priority=-1) for _ in others]
         lanes = [

@@ -1,7 +1,7 @@
 """The data-parallel mesh: two axes, outer and inner, and the process groups along each.
 
-Gathers and reductions get groups of their own on every axis, because one communicator serialises
-everything that is issued on it. An axis of one rank has no groups, and nothing is sent along it.
+Gathers and reductions have separate groups on every axis, because a communicator runs its
+collectives one after the other. An axis of one rank has no groups and no communication.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from fsdp_engine.strategies import Axis
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """One axis: its size, this rank's place, and a group for each lane (None when size is 1)."""
+    """One axis: its size, this rank's index, and a group for each lane (None if the size is 1)."""
 
     axis: Axis
     size: int
@@ -55,17 +55,19 @@ class MeshAxis:
 
 @dataclass(frozen=True)
 class DataMesh(Ranks):
-    """The data-parallel ranks, and their axes (outer, inner), always both.
+    """The data-parallel ranks, and their two axes, outer and inner.
 
     Attributes:
-        device_mesh: what the user gave: (inner,) or (outer, inner).
+        device_mesh: The mesh of the user, with dimensions (inner,) or (outer, inner).
+        outer: The outer axis. It has size 1 for a mesh of one dimension.
+        inner: The inner axis.
     """
 
     outer: MeshAxis
     inner: MeshAxis
 
     @classmethod
-    @_disable_current_modes()  # ranks are numbers, also in a simulation
+    @_disable_current_modes()  # a simulation's mode must not make the tensor of ranks fake
     def create(
         cls,
         device_mesh: DeviceMesh | None,
@@ -74,24 +76,25 @@ class DataMesh(Ranks):
         what: str = "DataMesh.create",
         note: str = "",
     ) -> DataMesh:
-        """The axes with their groups; every rank of the mesh must call it.
+        """Make the axes and their groups. Collective over the ranks of the mesh.
 
-        Groups are made once for each set of ranks: a communicator costs memory and threads, and
+        Groups are made once for each set of ranks. A communicator costs memory and threads, and
         several engines (teacher and student, generator and discriminator) can share it.
 
         Args:
-            device_mesh: one axis (inner) or two (outer, inner). None: all ranks on one axis.
-            num_instances: ranks of one axis become so many rows of consecutive ranks, the outer
-                axis; two axes must have that outer size already.
-            what: what it is for, in messages.
-            note: must be the same on all ranks.
+            device_mesh: A mesh of one axis (inner) or two (outer, inner). None: all ranks on one
+                axis.
+            num_instances: Size of the outer axis. A single axis is divided into this number of rows
+                of consecutive ranks; two axes must already have this outer size.
+            what: Name of the operation in messages.
+            note: A text that must be the same on all ranks.
 
         Raises:
-            TypeError: not a DeviceMesh; on this rank.
-            ValueError: it has more than two axes, does not cover this rank, sends an accelerator's
-                tensors by MPI, or cannot be ``num_instances`` equal rows; on this rank. Or, on all,
-                the shapes of their meshes or their notes differ.
-            RuntimeError: a rank did not come, or its error; see :func:`~.rendezvous.meet`.
+            TypeError: ``device_mesh`` is not a DeviceMesh.
+            ValueError: The mesh has more than two axes, does not contain this rank, has MPI as its
+                backend for an accelerator, or cannot be divided into ``num_instances`` rows. On all
+                ranks: the shapes of meshes or the notes differ.
+            RuntimeError: A rank did not arrive or has raised; see :func:`~.rendezvous.meet`.
         """
         with reporting(what, ranks_that_meet(device_mesh)):
             if device_mesh is None:
@@ -117,7 +120,7 @@ class DataMesh(Ranks):
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups, those for gathers and reductions first; in one order on all ranks."""
+        """All groups, in the same order on all ranks. Groups for gathers and reductions precede."""
         axes = (self.inner, self.outer)
         found = [group for each in axes for group in (each.gather_group, each.reduce_group)]
         found += [self.control_group, self.message_group]
@@ -130,15 +133,15 @@ class DataMesh(Ranks):
 
     @property
     def coordinate(self) -> Coordinate:
-        """This rank's place."""
+        """The index of this rank on each axis."""
         return Coordinate(self.outer.rank, self.inner.rank)
 
     @cached_property
     def alone(self) -> DeviceMesh:
-        """This rank by itself: where a tensor lives that every rank holds whole.
+        """A mesh of this rank only, for tensors that every rank holds in full.
 
-        Who sums over the mesh of a tensor (Megatron-Core's norms do, whatever its placements say)
-        would count it once for each rank.
+        Code that sums over the mesh of a tensor without regard to its placements (Megatron-Core's
+        norms) would count such a tensor once for each rank of a larger mesh.
         """
         if self.device_mesh.ndim == 1 and self.size == 1:
             return self.device_mesh
@@ -146,17 +149,16 @@ class DataMesh(Ranks):
         return DeviceMesh.from_group(group, self.device_mesh.device_type)
 
     def joined_with(self, others: Sequence[DeviceMesh]) -> Ranks:
-        """All ranks of the model, where its parameters lie over other mesh dimensions, too (those
-        of tensor parallelism, say): these ranks, and their like at every place of the others.
+        """Returns all ranks of a model whose parameters have other mesh dimensions, too.
 
-        All of them must call it.
+        These are this mesh's ranks, and the corresponding ranks at every coordinate of the other
+        dimensions (tensor parallelism, for example). Collective over all of them.
 
         Args:
-            others: one mesh for each of these dimensions, slices of the mesh that this one is a
-                slice of.
+            others: A mesh for each of these dimensions. They and this mesh are slices of one mesh.
 
         Raises:
-            ValueError: see :func:`joint_mesh`.
+            ValueError: See :func:`joint_mesh`.
         """
         if not others:
             return self
@@ -171,24 +173,24 @@ class DataMesh(Ranks):
         return Ranks(joint, self.device, group, messages)
 
     def axis(self, axis: Axis) -> MeshAxis:
-        """The mesh axis called ``axis``."""
+        """Returns the mesh axis for ``axis``."""
         return self.inner if axis is Axis.INNER else self.outer
 
 
-# Control group, message group, outer axis, inner axis.
+# The control group, the message group, the outer axis and the inner axis of a mesh.
 Axes = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, MeshAxis, MeshAxis]
 
-# Groups by their ranks, as long as the default group that they were made under lives.
+# Axes with their groups, by default group and then by device type, shape and ranks.
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def ranks_that_meet(device_mesh: object) -> list[int]:
-    """Global ranks that take part in a call with this mesh; where it is none, all ranks.
+    """Returns the global ranks that take part in a call with this mesh. All, if it is no mesh.
 
-    Initialises torch.distributed, unless that is done or there is a mesh: a rank that fails must be
-    able to report it.
+    For None, torch.distributed is initialised first, so that a rank can report its errors to the
+    others.
     """
     if isinstance(device_mesh, DeviceMesh):
         return members_of(device_mesh)
@@ -198,10 +200,10 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
 
 
 def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
-    """This rank's coordinate on a mesh of one or two axes.
+    """Check a mesh of one or two axes, and return this rank's coordinate.
 
     Raises:
-        TypeError, ValueError: see :meth:`DataMesh.create`.
+        TypeError, ValueError: See :meth:`DataMesh.create`.
     """
     if not isinstance(device_mesh, DeviceMesh):
         raise TypeError(f"mesh: expected a DeviceMesh or None; found {type(device_mesh).__name__}")
@@ -229,17 +231,17 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
 
 
 def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
-    """The mesh of all their dimensions, in this order. Makes no groups.
+    """Returns the mesh of the dimensions of all meshes, in this order, without making groups.
 
     Raises:
-        ValueError: they are not slices of one mesh with named dimensions, or share ranks.
+        ValueError: The meshes are not slices of one mesh with named dimensions, or share ranks.
     """
     why = ""
     try:
         return DeviceMesh._concatenate([data, *others])
-    except RuntimeError as error:  # torch's word for both
+    except RuntimeError as error:  # not slices of one mesh, or shared ranks
         why = str(error)
-    except (AssertionError, TypeError):  # no names
+    except (AssertionError, TypeError):  # dimensions without names
         why = "a mesh without names of its dimensions"
     raise ValueError(
         "mesh: expected the data-parallel dimensions of the mesh that DTensor parameters are over, "
@@ -249,7 +251,7 @@ def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
 
 
 def mesh_of_group(group: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh of one axis over the ranks of ``group``."""
+    """Returns a mesh of one axis over the ranks of ``group``."""
     return DeviceMesh.from_group(group, device_type_of(group))
 
 
@@ -273,12 +275,14 @@ def _in_rows(
 
 
 def init_from_environment(keys: str = "") -> None:
-    """Initialise torch.distributed, unless that is done: as torchrun says, or for one rank.
+    """Initialise torch.distributed, unless it is initialised.
+
+    torchrun's environment variables are used if they exist. Otherwise the group has one rank.
 
     Args:
-        keys: a prefix of the group's keys in torchrun's store. Without one, a group that the job
-            makes after this one is destroyed would find this one's addresses (gloo, torch 2.11 to
-            2.13).
+        keys: A prefix for the keys of the group in torchrun's store. Without a prefix, the next
+            default group of the job would read the addresses of this group after it is destroyed
+            (gloo, torch 2.11 to 2.13).
     """
     if dist.is_initialized():
         return
@@ -298,7 +302,7 @@ def init_from_environment(keys: str = "") -> None:
 
 
 def device_of(device_mesh: DeviceMesh | None) -> torch.device:
-    """This rank's device in a mesh; None: in that of all ranks."""
+    """Returns this rank's device in a mesh. None: in the mesh of all ranks."""
     if device_mesh is None:
         init_from_environment()
         return _local_device(device_type_of())
@@ -324,15 +328,18 @@ def _make_axes(
     device: torch.device,
     name: str,
 ) -> Axes:
-    """Groups for ranks in one row (inner) or a table (outer x inner), like those of the user's
-    mesh; their names begin with ``name``, which is the same on all ranks and used once."""
+    """Make the groups of a mesh of one row (inner) or a table (outer x inner) of ranks.
+
+    They have the timeout and options of the group of ``device_mesh``. Their names begin with
+    ``name``, which is the same on all ranks and unique.
+    """
 
     def make(members: list[int], purpose: str) -> dist.ProcessGroup:
         return group_like(device_mesh.get_group(0), members, device, f"{name}/{purpose}")
 
     table = ranks if ranks.ndim == 2 else ranks.unsqueeze(0)
     row, column = coordinate if ranks.ndim == 2 else (0, coordinate[0])
-    # The same sequence on every rank, so that groups are formed in one order.
+    # Groups are made in the same order on all ranks.
     own_row, own_column = table[row].tolist(), table[:, column].tolist()
     inner = _make_axis(Axis.INNER, own_row, column, make, f"inner{row}")
     outer = _make_axis(Axis.OUTER, own_column, row, make, f"outer{column}")
@@ -360,9 +367,11 @@ def _make_axis(
 
 
 def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
-    """Make the communicators of groups, which backends make with a group's first collective, in
-    this order. In training that would be within a hook of autograd, and the host would wait there.
-    Collective."""
+    """Make the communicators of ``groups`` in this order. Collective.
+
+    A backend makes them at the first collective of a group. In training this would happen in a hook
+    of autograd, and the host would wait there.
+    """
     if is_accelerator(device):
         for group in dict.fromkeys(each for each in groups if each is not None):
             all_reduce_(allocator.zeros(1, torch.float32, device), group, what="connecting ranks")

@@ -9,25 +9,26 @@ from typing import Any
 from fsdp_engine.comm.lanes import Lane, Ticket
 from fsdp_engine.memory.allocator import TransientStorage
 
-# Not empty: some steps may be pending.
+# Steps that may be pending.
 PENDING: list[weakref.ref[PendingStep]] = []
 
 
 class PendingStep:
-    """A step of one buffer's parameters that compute has not waited for, if there is one. A seam:
-    here steps are operations of compute, so there is none.
+    """Seam: an optimizer step of one buffer that compute has not waited for.
 
-    Compute waits for it before it uses what the step reads or writes: gathers of the buffer are
-    submitted behind it, and compute waits for it with the gather; functions of FlatDTensors, their
-    slices, main weights and gradients of the engine, state dicts and the next backward wait for all
-    pending steps.
+    In this class steps run on the compute lane, so none is pending.
+
+    Compute waits for a pending step before it accesses a tensor of the step. Gathers of the buffer
+    are submitted after the step, so compute waits for both together. Functions of FlatDTensors,
+    accesses to their slices, to main weights and to gradients of the engine, state dicts and the
+    next backward wait for all pending steps.
 
     Args:
-        compute: the engine's lane.
+        compute: The compute lane of the engine.
 
     Attributes:
-        tickets: The tickets of the step, which operations on the parameters have to follow; empty
-            where no step is pending.
+        tickets: Tickets of the step, for which operations on the parameters have to wait. Empty if
+            no step is pending.
     """
 
     tickets: Sequence[Ticket] = ()
@@ -36,18 +37,18 @@ class PendingStep:
         self._compute = compute
 
     def finish(self) -> None:
-        """Compute waits for the step."""
+        """Make compute wait for the step."""
 
     def hold(self, *objects: Any) -> None:
-        """Keep ``objects`` until compute has waited, since the step reads their memory."""
+        """Keep ``objects``, whose memory the step reads, until compute has waited for the step."""
 
     def free(self, label: str, storage: TransientStorage) -> None:
-        """Free memory that the step reads, when compute has waited."""
+        """Free ``storage``, which the step reads, once compute has waited for the step."""
         self._compute.manage(label, storage.drain, storage)
 
 
 def finish_pending_steps() -> None:
-    """Compute waits for all pending steps."""
+    """Make compute wait for all pending steps."""
     for each in [*PENDING]:
         if (pending := each()) is not None:
             pending.finish()

@@ -2,18 +2,18 @@
 
 A process group is created by all of its ranks together, under one name. Names that torch generates
 depend on the other groups of a rank, so ranks in different numbers of groups would wait for each
-other under different names. Here ranks first meet in the store of the default group. Every rank
-counts, in the store, its rendezvous with *these* ranks; that number names the rendezvous, and the
-rendezvous names the groups that are created after it.
+other under different names. The engine's ranks therefore meet first in the store of the default
+group. The store counts, for each rank, its rendezvous with the same set of ranks. This number names
+the rendezvous, and the rendezvous names the groups that are created after it.
 
-A rendezvous has one verdict. The first one that is written is valid on all ranks:
+A rendezvous has one verdict. The first verdict that is written is valid on all ranks:
 
     all ranks have arrived                      all continue
-    a rank cannot continue                      all raise its error; it waits for no rank
-    ranks arrived for different operations      all raise, with both operations
-    a rank waits for this one elsewhere         all raise: neither would arrive
-    a rank waits in a later operation           all raise, also that rank
-    the timeout has expired                     all raise, with the missing ranks, also these
+    a rank reports an error                     all raise it; the failed rank does not wait
+    ranks have different notes                  all raise, with both notes
+    two ranks wait in different rendezvous      the ranks of both raise
+    a rank waits in a later operation           all raise, including that rank
+    the timeout has expired                     all raise, with the missing ranks, including these
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ from fsdp_engine.comm import activity
 from fsdp_engine.comm.activity import ACTIVITY, missing_ranks, monitor, start_monitor
 from fsdp_engine.memory import allocator
 
-# After so long the places of missing ranks are checked first, and then at least every minute.
+# Time until the first check of where missing ranks wait, and the longest time between checks.
 FIRST_CHECK_SECONDS = 2.0
 MOST_SECONDS_BETWEEN_CHECKS = 60.0
 LONGEST_SLEEP_SECONDS = 0.1
-# The tag of no message that is ever sent.
+# A tag that no message has.
 _NO_TAG = 2**30
 _MOST_NAMED = 8
 
-# What another rank's error becomes here, by name; any other a RuntimeError.
+# Types of errors that are raised with the same type on other ranks. Other errors of a rank are
+# raised as RuntimeError there.
 ERROR_KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -65,11 +66,11 @@ _log = logging.getLogger("fsdp_engine")
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Ranks that have met.
+    """The result of a rendezvous.
 
     Attributes:
-        name: the same on all its ranks, and of no other rendezvous.
-        all_have: all of them came with ``has``.
+        name: A unique name, which is the same on all ranks.
+        all_have: Whether ``has`` was True on all ranks.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Rendezvous:
 
 
 def error_of_another(what: str, who: str, kind: str, text: str) -> Exception:
-    """Returns the error to raise for that of another rank: of the same type, if that is known."""
+    """Returns the exception for another rank's error, of the same type if in ``ERROR_KINDS``."""
     return ERROR_KINDS.get(kind, RuntimeError)(f"{what} failed on {who}: {kind}: {text}")
 
 
@@ -93,18 +94,20 @@ def meet(
     """Wait until all ``ranks`` have arrived. Collective over them.
 
     Args:
-        what: the operation, for error messages.
-        ranks: global ranks, this one among them, in any order.
-        timeout: how long to wait.
-        note: must be the same on all of them.
-        has: this rank has already what it came for.
-        groups: their collectives come after the rendezvous, and no collective before it is
-            pending. So a rank that keeps waiting in a collective will not come: the rendezvous
-            fails, and its error ends that rank's wait. gloo's connections of ``groups`` are closed.
+        what: Name of the operation, for error messages.
+        ranks: Global ranks in any order, this rank included.
+        timeout: Maximum time to wait.
+        note: A text that must be the same on all ranks.
+        has: Whether this rank already has the object that the rendezvous is for.
+        groups: Groups whose collectives follow the rendezvous, while no earlier collective is
+            pending. A rank that keeps waiting in a collective of them will therefore not arrive:
+            the rendezvous fails, and ends the wait of that rank with its error. Connections of gloo
+            groups are closed for this.
 
     Raises:
-        RuntimeError: a rank did not come; names the ranks. Or its error, of the kinds that it has.
-        ValueError: notes differ, or a rank waits in a later operation; on all ranks.
+        RuntimeError: A rank did not arrive, and the message names the ranks; or a rank has reported
+            an error, which is raised as in :func:`error_of_another`.
+        ValueError: Notes differ, or a rank waits in a later operation. Raised on all ranks.
     """
     if len(ranks) == 1 or dist.get_backend() == "fake":
         return Rendezvous(f"alone{next(_alone)}", has)
@@ -121,15 +124,18 @@ def meet(
 
 
 def _close_connections(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections of a gloo group: waits in it raise on all its ranks, and the
-    group cannot be used again. gloo does so after any of its timeouts, and this is one."""
-    with suppress(RuntimeError):  # the timeout; or a group that is not gloo's
+    """Close this rank's connections of a gloo group, so that waits in it raise on all its ranks.
+
+    The group cannot be used afterwards. The connections are closed by a timeout of gloo, which
+    closes them after any timeout.
+    """
+    with suppress(RuntimeError):  # the timeout, or a group of another backend
         probe, other = allocator.empty(1, torch.uint8, "cpu"), (group.rank() + 1) % group.size()
         group.recv([probe], other, _NO_TAG).wait(timedelta(milliseconds=1))
 
 
 def report_error(what: str, ranks: Sequence[int], error: Exception) -> None:
-    """Let the next rendezvous of ``ranks`` fail with this rank's error. Does not wait."""
+    """Make the next rendezvous of ``ranks`` fail with this rank's error, without waiting."""
     if len(ranks) > 1 and dist.get_rank() in ranks and dist.get_backend() != "fake":
         text = [what, f"rank {dist.get_rank()}", type(error).__name__, str(error)]
         _Place(what, ranks).decide("error", text)
@@ -137,7 +143,7 @@ def report_error(what: str, ranks: Sequence[int], error: Exception) -> None:
 
 @contextmanager
 def reporting(what: str, ranks: Sequence[int]) -> Iterator[None]:
-    """Within it, an error is reported to ``ranks``, which meet after it, and raised."""
+    """Context whose errors are reported to ``ranks`` and raised. The ranks meet after it."""
     try:
         yield
     except Exception as error:
@@ -146,16 +152,16 @@ def reporting(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 
 class _Place:
-    """One rendezvous on this rank, which comes to it as this is made.
+    """One rendezvous on this rank. Making this object counts as this rank's arrival.
 
-    In the store: for each set of ranks, how often each of them has come; for each rendezvous, how
-    many ranks have come, how many of them have ``has``, the first note, and the verdict; for each
-    rank, the rendezvous that it waits in.
+    The store contains, for each set of ranks, the number of arrivals of each rank; for each
+    rendezvous, the number of ranks that have arrived, the number of these with ``has``, the first
+    note, and the verdict; and for each rank, the rendezvous in which it waits.
     """
 
     def __init__(self, what: str, ranks: Sequence[int], *, checks_waits: bool = False) -> None:
         self._checks_waits = checks_waits
-        self._waits: dict[int, str] = {}  # operations that ranks waited for at the last check
+        self._waits: dict[int, str] = {}  # operations in which ranks waited at the last check
         self._store = dist.PrefixStore("fsdp_engine/rendezvous", _get_default_store())
         self._rank = dist.get_rank()
         self._what = what
@@ -193,20 +199,21 @@ class _Place:
             content, both = content
             for crowd, number, ranks in both:
                 if self._rank in ranks and self._times_come(crowd, self._rank, 0) < number:
-                    self._times_come(crowd, self._rank, 1)  # it will not come to that one either
+                    # This rank counts as arrived in the other rendezvous, which has failed, too.
+                    self._times_come(crowd, self._rank, 1)
         if kind in ("missing", "elsewhere"):
             raise RuntimeError(content)
         return Rendezvous(self._base, content)
 
     def decide(self, kind: str, content: object) -> None:
-        """Write the verdict, if there is none."""
+        """Write the verdict, unless there is one."""
         self._store.compare_set(f"{self._base}/verdict", "", json.dumps([kind, content]))
 
     def _wait_for_verdict(self, timeout: timedelta, note: str) -> tuple[str, Any]:
         key = f"{self._base}/verdict"
         began = time.monotonic()
         next_check, next_line = FIRST_CHECK_SECONDS, activity.PATIENCE_SECONDS
-        # Waiting by the store itself logs to stderr, and blocks it for other threads.
+        # The store is polled because its own wait logs to stderr and blocks other threads' calls.
         while not self._store.check([key]):
             waited = time.monotonic() - began
             if waited > timeout.total_seconds():
@@ -225,7 +232,7 @@ class _Place:
         return kind, content
 
     def missing(self) -> list[int]:
-        """Ranks that have not come."""
+        """Returns the ranks that have not arrived."""
         return [
             rank for rank in self._ranks if self._times_come(self._crowd, rank, 0) < self._number
         ]
@@ -234,13 +241,13 @@ class _Place:
         return self._store.add(f"{crowd}/{rank}", more)
 
     def _waits_at(self, rank: int) -> tuple[str, list[int], str, int] | None:
-        """The rendezvous that ``rank`` waits in: purpose, ranks, their digest, number."""
+        """Returns the rendezvous in which ``rank`` waits: operation, ranks, digest, number."""
         key = f"at/{rank}"
         found = json.loads(self._store.get(key)) if self._store.check([key]) else None
         return None if found is None else tuple(found)
 
     def _check_other_rendezvous(self) -> None:
-        """A rank that waits for this one in another rendezvous will not come to this one."""
+        """Fail if a missing rank waits for this rank in another rendezvous, which is a deadlock."""
         for rank in self.missing()[:_MOST_NAMED]:
             there = self._waits_at(rank)
             if there is None or self._rank not in there[1]:
@@ -261,8 +268,11 @@ class _Place:
                 self._store.compare_set(verdict, "", same)
 
     def _check_later_operations(self, note: str) -> None:
-        """A rank that waits in a collective after this rendezvous will not come. It has to be found
-        there twice: a collective that is over on this rank may take longer on another."""
+        """Fail if a missing rank waits in a collective that follows this rendezvous.
+
+        The rank must be in the same operation at two checks, because a collective that is complete
+        on this rank may take longer on another one.
+        """
         before, self._waits = self._waits, monitor().waits_of(self.missing())
         for rank, label in self._waits.items():
             if before.get(rank) == label:
@@ -282,7 +292,7 @@ class _Place:
         )
 
     def _delete_previous(self) -> None:
-        # All have come to this one, so no rank reads the previous one.
+        # All ranks have arrived at this rendezvous, so none reads the keys of the previous one.
         for key in ("note", "have", "came", "verdict"):
             self._store.delete_key(f"{self._crowd}.{self._number - 1}/{key}")
 

@@ -42,8 +42,7 @@ class ExpertPlace:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the tensor holds several experts, and is sharded over ranks along its first dim.
-        """
+        """Whether the tensor holds a shard, along its first dim, of a tensor of all experts."""
         return bool(self.layer) and not self.num_local
 
     def rename(self, name: str, rank: int | None = None) -> str:

@@ -73,7 +73,7 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors in a buffer of ``numel`` elements, sharded over ``inner_size`` x ``outer_size`` ranks.
+    """Tensors in a buffer of ``numel`` elements, with ``inner_size`` x ``outer_size`` equal shards.
 
     An axis along which no role is sharded has size 1 here, whatever its size in the mesh.
 

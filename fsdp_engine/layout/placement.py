@@ -333,7 +333,10 @@ def _pack_in_order(
 def _first_that_fits(
     orders: Sequence[Sequence[_Tensor]], sizes: range, num_shards: int
 ) -> _Plan | None:
-    """Returns the plan at the smallest size that fits, if all sizes above one that fits do too."""
+    """Returns the plan at the smallest of ``sizes`` that fits, or None.
+
+    The bisection assumes that all sizes above one that fits do, too.
+    """
 
     def attempt(at: int) -> _Plan | None:
         for order in orders:
@@ -385,8 +388,7 @@ def _place(tensors: Sequence[_Tensor], shard_numel: int, num_shards: int) -> dic
 
 
 def _first_start(tensor: _Tensor, start: int, shard_numel: int) -> int | None:
-    """Returns the first offset from ``start`` on at which no boundary is inside a granule, or None.
-    """
+    """Returns the first offset from ``start`` on with no boundary inside a granule, or None."""
     room = shard_numel - start % shard_numel
     # Starts in later shards are like those in the next one, so two shards are enough.
     for begin, before_cut in ((start, room), (start + room, shard_numel)):

@@ -1,1 +1,1 @@
-"""The engine's allocations: storages, pinned and registered memory."""
+"""All allocations of the engine: tensors, storages, pinned and registered memory."""

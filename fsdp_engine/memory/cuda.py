@@ -1,7 +1,7 @@
-"""Memory that only CUDA has: NCCL's allocator, and host memory that is pinned in place.
+"""Kinds of memory that only CUDA has: pools of NCCL's allocator, and host memory pinned in place.
 
-This is the only file that names ``torch.cuda``. Other files call an accelerator by the module that
-torch registers for it (``accelerator.py``).
+This is the only file that uses ``torch.cuda``. Other files use the module that torch registers for
+an accelerator (``accelerator.py``).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import torch
 
 
 def memory_pool(allocator: Any) -> Any:
-    """Returns a pool of memory that ``allocator`` allocates."""
+    """Returns a memory pool whose memory ``allocator`` allocates."""
     return torch.cuda.MemPool(allocator)
 
 
 def allocating_from(pool: Any, device: torch.device) -> AbstractContextManager[None]:
-    """Within it, what this thread allocates on ``device`` comes from ``pool``."""
+    """Returns a context in which this thread allocates memory on ``device`` from ``pool``."""
     return torch.cuda.use_mem_pool(pool, device)
 
 
 def pin(tensor: torch.Tensor, holder: object) -> str | None:
-    """Pins the host memory of ``tensor``, until ``holder`` is garbage.
+    """Pin the host memory of ``tensor`` until ``holder`` is deleted.
 
     Returns:
-        None, or the error of CUDA, which has pinned nothing then.
+        None, or CUDA's error if the memory could not be pinned.
     """
     runtime = torch.cuda.cudart()
     address = tensor.data_ptr()
@@ -37,14 +37,16 @@ def pin(tensor: torch.Tensor, holder: object) -> str | None:
         _forget_last_error()
         return str(code)
     release = weakref.finalize(holder, runtime.cudaHostUnregister, address)
-    release.atexit = False  # CUDA may be gone by then
+    release.atexit = False  # CUDA may be shut down before that
     return None
 
 
 def _forget_last_error() -> None:
-    """CUDA keeps the error of a call until it is asked for: by torch after its next kernel, which
-    would be taken for what failed."""
-    runtime = ctypes.CDLL(None)  # torch loads CUDA's runtime for the whole process
+    """Clear the last error of CUDA.
+
+    Otherwise torch would read it after its next kernel, and report that this kernel has failed.
+    """
+    runtime = ctypes.CDLL(None)  # torch has loaded CUDA's runtime into this process
     name = "hipGetLastError" if torch.version.hip else "cudaGetLastError"
     if hasattr(runtime, name):
         getattr(runtime, name)()

@@ -1,4 +1,4 @@
-"""Host memory for asynchronous copies from and to an accelerator."""
+"""Host memory for asynchronous copies to and from an accelerator."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from fsdp_engine.memory import allocator, cuda
 
 
 class HostBlock:
-    """Uninitialised bytes of host memory, not booked, from which and to which an accelerator
-    copies asynchronously (``pinned``).
+    """Uninitialised bytes of host memory, which no ledger counts.
 
-    On CUDA exactly as many as asked for, freed with this object: torch's own allocator of pinned
-    memory allocates powers of two, and never frees. Other accelerators have only that one.
+    If ``pinned``, an accelerator can copy to and from them asynchronously. On CUDA exactly
+    ``num_bytes`` are allocated, and freed with this object: torch's allocator of pinned memory
+    allocates powers of two and never frees them. Other accelerators have only this allocator.
 
     Attributes:
-        bytes: the memory, 1-D.
+        bytes: The memory, a 1-D uint8 tensor.
     """
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:

@@ -1,17 +1,18 @@
 """Runs an optimizer's unmodified ``step`` once for each of several chunks of its parameters.
 
 [Note: Steps in chunks]
-The step pre-hook runs behind all others of the optimizer, which may clip gradients or set
-hyperparameters. ``step`` runs once for each chunk, on a shadow ([Note: Shadow optimizer] in
-``sharded_step.py``) that holds the parameters and the state of the chunk; then torch runs it on
-groups without parameters. Every chunk sees the hyperparameters that groups had before the step;
-what a step stores in a group, in the optimizer, or in the state under a key that is no parameter (a
-counter), is stored once, after the last chunk; tensors of one element in groups and attributes are
-copies in each chunk, which a step may change in place. A closure is called once, before the first.
-:func:`step_in_turn` overlaps the step of a chunk with the copies of its neighbours.
+The step pre-hook runs after all other pre-hooks of the optimizer, which may clip gradients or set
+hyperparameters. It runs ``step`` once for each chunk, on a shadow ([Note: Shadow optimizer] in
+``sharded_step.py``) that holds the parameters and the state of the chunk. Then torch runs ``step``
+on groups without parameters. Every chunk reads the hyperparameters that groups had before the step.
+Values that steps store in a group, in the optimizer, or in the state under a key that is no
+parameter (a counter) are stored once, after the last chunk. Each chunk has a copy of tensors of one
+element in groups and attributes, because a step may change them in place. A closure is called once,
+before the first chunk. :func:`step_in_turn` overlaps the step of a chunk with the copies of its
+neighbours.
 
-Attributes of the optimizer that are lists of its parameters (``_params`` of LBFGS) hold those of
-the chunk in its shadow.
+If an attribute of the optimizer is a list of its parameters (``_params`` of LBFGS), the list of a
+shadow has the parameters of its chunk.
 """
 
 from __future__ import annotations
@@ -32,32 +33,38 @@ from fsdp_engine.optim.state_leaves import is_plain
 
 
 class ChunkShadow(Shadow):
-    """A shadow with the parameters and the state of one chunk."""
+    """A shadow with the parameters and the state of one chunk.
+
+    Attributes:
+        chunk_groups: The param groups.
+        chunk_states: The state.
+        chunk_start: Copies of the groups, and of the attributes, before the step.
+    """
 
     __slots__ = ()
 
     chunk_groups: list[dict[str, Any]]
     chunk_states: dict[Any, Any]
-    chunk_start: list[dict[str, Any]]  # the groups, and the attributes, before the step
+    chunk_start: list[dict[str, Any]]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Those of the optimizer with parameters in the chunk."""
+        """The param groups, with parameters of the chunk."""
         return self.chunk_groups
 
     @property
     def state(self) -> dict[Any, Any]:
-        """By parameters of the chunk; keys that are no tensors have copies of the optimizer's."""
+        """The state of the chunk's parameters, and copies of entries whose key is no tensor."""
         return self.chunk_states
 
 
 class Stored(NamedTuple):
-    """What steps store elsewhere than in the state of parameters.
+    """Values that steps store outside the state of parameters.
 
     Attributes:
-        groups: by number and key of a param group.
-        attributes: of the optimizer, by name.
-        entries: of its state, by keys that are no parameters.
+        groups: Values in param groups, by index of the group and key.
+        attributes: Attributes of the optimizer, by name.
+        entries: Entries of the optimizer's state whose keys are no parameters.
     """
 
     groups: dict[Any, Any]
@@ -66,15 +73,15 @@ class Stored(NamedTuple):
 
 
 class Shadows:
-    """Makes the shadows of one optimizer, and gathers what steps store on them.
+    """Makes the shadows of one optimizer, and collects the values that steps store in them.
 
     Args:
-        optimizer: is not kept.
+        optimizer: The optimizer. No reference to it is kept.
 
     Attributes:
-        function: its step.
-        lists: its attributes that are lists of its parameters.
-        stepped: numbers of the param groups of shadows that were stepped.
+        function: The method ``step`` of its class.
+        lists: Attributes of the optimizer that are lists of its parameters.
+        stepped: Indices of the param groups of shadows that were stepped.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -88,7 +95,7 @@ class Shadows:
         self._stored = Stored({}, {}, {})
 
     def refresh(self, optimizer: Optimizer) -> None:
-        """Param groups have other parameters."""
+        """Update ``lists`` after the parameters of the optimizer have changed."""
         ids = {id(param) for group in optimizer.param_groups for param in group["params"]}
         self.lists = {
             name: value
@@ -103,13 +110,13 @@ class Shadows:
         states: dict[Any, Any],
         local_of: Mapping[int, Tensor],
     ) -> Any:
-        """The shadow with ``groups`` and ``states``.
+        """Make the shadow with ``groups`` and ``states``.
 
         Args:
-            optimizer: whose other attributes it shares.
-            groups: its param groups.
-            states: its state.
-            local_of: by ``id`` of a parameter, the tensor of the chunk that replaces it.
+            optimizer: The optimizer, whose other attributes the shadow shares.
+            groups: The param groups of the shadow.
+            states: The state of the shadow.
+            local_of: Tensors of the chunk that replace parameters, by ``id`` of the parameter.
         """
         shadow = object.__new__(self._class)
         shadow.__dict__ = {key: _own(value) for key, value in vars(optimizer).items()}
@@ -127,16 +134,16 @@ class Shadows:
         numbers: Collection[int],
         known: Collection[int] = (),
     ) -> None:
-        """Keep what a step on ``shadow`` stored, unless another step stored it.
+        """Keep values that a step has stored in ``shadow``, unless another step has stored them.
 
         Args:
             shadow: The shadow, which was stepped.
-            numbers: The numbers of its groups in the optimizer.
-            known: Those of these groups of which other steps stored everything. If there are any,
-                these steps have also stored all that is in no group.
+            numbers: Indices of its groups in the optimizer.
+            known: The groups whose values other steps have already stored. If there are any, those
+                steps have also stored the values outside of groups.
         """
         *starts, start = shadow.chunk_start
-        is_all = not known  # ``known`` may be ``stepped``
+        is_all = not known  # tested now, because ``known`` may be ``stepped``, which changes below
         for number, group, before in zip(numbers, shadow.chunk_groups, starts, strict=True):
             for key, value in _changed(before, group) if number not in known else ():
                 self._stored.groups.setdefault((number, key), value)
@@ -152,22 +159,22 @@ class Shadows:
 
     @property
     def values(self) -> Iterator[Any]:
-        """What steps stored."""
+        """All values that steps have stored."""
         return chain.from_iterable(each.values() for each in self._stored)
 
     @property
     def stored(self) -> Stored:
-        """Numbers and small values that steps stored."""
+        """The numbers, texts and one-element tensors that steps have stored."""
         small = ({k: v for k, v in each.items() if _is_small(v)} for each in self._stored)
         return Stored(*small)
 
     def adopt(self, stored: Stored) -> None:
-        """Remember what steps stored on another rank."""
+        """Keep values that steps have stored on another rank."""
         for mine, others in zip(self._stored, stored, strict=True):
             mine.update(others)
 
     def store(self, optimizer: Any) -> None:
-        """Store in the optimizer what steps of its shadows stored there."""
+        """Store the kept values in the optimizer."""
         for (number, key), value in self._stored.groups.items():
             _store(optimizer.param_groups[number], key, value)
         for name, value in self._stored.attributes.items():
@@ -176,31 +183,33 @@ class Shadows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the steps, and what they stored."""
+        """Forget the steps, and the values that they have stored."""
         self.stepped.clear()
         for each in self._stored:
             each.clear()
 
 
 class StepChunk:
-    """Memory on the device that the step of a chunk needs. Each method does nothing here."""
+    """Copies of a chunk's tensors to the device for its step. In this class, none are needed."""
 
     def bring(self) -> None:
-        """Begin to bring what the step needs to the device."""
+        """Start to copy the tensors that the step needs to the device."""
 
     def await_brought(self) -> None:
-        """Let compute wait for what :meth:`bring` began."""
+        """Make compute wait for the copies of :meth:`bring`."""
 
     def leave(self) -> None:
-        """Free the memory when what the step changed has returned."""
+        """Free the memory on the device, after changed tensors are copied back."""
 
 
 def step_in_turn(steps: Sequence[tuple[StepChunk, Callable[[], object]]]) -> None:
-    """Step chunks. While one is stepped, the next one is brought, and the one before it returns, so
-    that two of them have memory at a time.
+    """Step chunks one after the other.
+
+    While a chunk is stepped, the next chunk is copied to the device and the previous one is copied
+    back, so that two chunks have memory at a time.
 
     Args:
-        steps: Each chunk, and the function that steps it and begins to return what changed.
+        steps: Each chunk, with the function that steps it and starts to copy changed tensors back.
     """
     chunks = [chunk for chunk, _ in steps]
     for number, (chunk, step) in enumerate(steps):
@@ -230,11 +239,11 @@ class ChunkedStep(StepHook):
         self._groups: list[list[Tensor]] = []  # the parameters of each param group
 
     def finish(self, optimizer: Any) -> None:
-        """See :class:`StepHook`: torch has stepped groups without parameters."""
+        """See :class:`StepHook`. torch has stepped groups without parameters."""
         self._shadows.store(optimizer)
 
     def _changed_groups(self, optimizer: Any) -> list[list[Tensor]] | None:
-        """The parameters of each param group; None: they are those of ``_groups``."""
+        """Returns the parameters of each param group. None: they are equal to ``_groups``."""
         groups = [list(group["params"]) for group in optimizer.param_groups]
         is_same = [*map(len, groups)] == [*map(len, self._groups)]
         if is_same and all(map(operator.is_, chain(*groups), chain(*self._groups))):
@@ -250,15 +259,15 @@ class ChunkedStep(StepHook):
         arguments: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> None:
-        """Step a shadow, and keep what it stores elsewhere than in the state of parameters.
+        """Step a shadow, and keep the values that it stores outside the state of parameters.
 
         Args:
             optimizer: The optimizer.
-            members: The shadow's parameters by number of a param group.
+            members: The parameters of the shadow, by index of a param group.
             states: Their state, which the step changes.
             local_of: See :meth:`Shadows.make`.
-            arguments: The arguments of the step.
-            kwargs: Those that have a keyword.
+            arguments: The positional arguments of the step.
+            kwargs: The keyword arguments of the step.
         """
         groups = [{**optimizer.param_groups[n], "params": list(members[n])} for n in members]
         shadow = self._shadows.make(optimizer, groups, states, local_of)
@@ -266,12 +275,12 @@ class ChunkedStep(StepHook):
         self._shadows.keep(shadow, members)
 
     def _without_parameters(self, optimizer: Any, others: Mapping[int, Tensor]) -> Any:
-        """The shadow for torch's own call of the step, which no hook sees fail.
+        """Make the shadow for torch's own call of ``step``. No hook can observe its errors.
 
         Args:
             optimizer: The optimizer.
             others: Tensors that replace parameters, by ``id`` of the parameter. Groups have no
-                other members.
+                other parameters.
         """
         groups = [
             {**group, "params": [others[id(p)] for p in group["params"] if id(p) in others]}
@@ -281,13 +290,14 @@ class ChunkedStep(StepHook):
 
 
 def _own(value: Any) -> Any:
-    """A copy of a tensor of one element, since a step may change it in place."""
+    """Returns ``value``, or a copy if it is a tensor of one element: steps may change these in
+    place."""
     is_number = isinstance(value, Tensor) and value.numel() == 1
     return value.detach().clone() if is_number and not value.requires_grad else value
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a step stored in a dict of :func:`_own` values."""
+    """Yields the keys and values that a step has stored in a dict of :func:`_own` values."""
     for key, value in after.items():
         is_new = before.get(key, after) is not value
         in_place = isinstance(value, Tensor) and value.numel() == 1 and value._version > 0
@@ -297,7 +307,7 @@ def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tu
 
 @torch.no_grad()
 def _store(target: dict[str, Any], key: str, value: Any) -> None:
-    """Store a value; a tensor keeps its identity."""
+    """Store a value. A tensor of the same shape, dtype and device is overwritten in place."""
     before = target.get(key)
     if (
         isinstance(value, Tensor)
@@ -314,7 +324,7 @@ def _is_small(value: Any) -> bool:
 
 
 def entries_of(optimizer: Any) -> defaultdict[Any, Any]:
-    """Copies of state under keys that are no parameters, since each chunk may change it."""
+    """Returns copies of the state entries whose keys are no tensors: each chunk may change them."""
     states: defaultdict[Any, Any] = defaultdict(dict)
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):
@@ -323,7 +333,7 @@ def entries_of(optimizer: Any) -> defaultdict[Any, Any]:
 
 
 def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
-    """Call ``closure``, and return one that returns its result to each chunk."""
+    """Call ``closure``, and return a closure that returns the same result to each chunk."""
     with torch.enable_grad():
         loss = closure()
     return lambda: loss
@@ -332,7 +342,7 @@ def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
 def with_closures(
     args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of ``step`` without the optimizer, with closures changed."""
+    """Returns the arguments of ``step`` without the optimizer, with ``change`` of each closure."""
     arguments = [change(each) if callable(each) else each for each in args[1:]]
     return arguments, {
         key: change(value) if key == "closure" and value else value for key, value in kwargs.items()

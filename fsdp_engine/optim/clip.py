@@ -1,6 +1,6 @@
-"""Norm and clipping of all gradients, on this rank's flat shards: one all-reduce, no host sync.
+"""Norm and clipping of all gradients on this rank's flat shards, with one all-reduce, no host sync.
 
-``flat_dtensor/full_reductions.py`` describes the accuracy.
+``flat_dtensor/norms.py`` describes the accuracy.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ def total_norm(
     """Compute the p-norm over all elements of all ranks' shards. Collective.
 
     Args:
-        shards: this rank's reduced gradients, 1-D, each element on one rank of ``group``; padding
-            is zero.
-        norm_type: p; ``math.inf`` for the largest magnitude.
-        group: the ranks over which the elements are sharded; None if this rank holds all of them.
-        device: of the result.
-        copies: number of ranks of ``group`` that hold the elements of each shard. None: one each.
+        shards: This rank's reduced gradients, 1-D. Padding must be zero.
+        norm_type: The order p, or ``math.inf`` for the largest magnitude.
+        group: The ranks over which the elements are sharded. None: this rank holds all of them.
+        device: The device of the result.
+        copies: Number of ranks of ``group`` that hold the elements of each shard. None: 1 for each.
 
     Returns:
         A 0-d fp32 tensor (fp64 for fp64 and complex128 gradients), the same on every rank of
@@ -62,7 +61,7 @@ def total_norm(
 def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale the shards in place so that a total norm of ``norm`` becomes at most ``max_norm``.
 
-    The factor is that of ``torch.nn.utils.clip_grad_norm_``: ``min(1, max_norm / (norm + 1e-6))``.
+    The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for shard in shards:

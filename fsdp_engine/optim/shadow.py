@@ -1,5 +1,7 @@
-"""What stands for an optimizer, and for its parameters, while it steps on plain slices: see
-[Note: Shadow optimizer] in ``sharded_step.py``."""
+"""Replacements of an optimizer and of its parameters for a step on plain slices.
+
+See [Note: Shadow optimizer] in ``sharded_step.py``.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,10 @@ _TORCHS_WRAPPER = Optimizer.profile_hook_step(lambda self: None).__code__
 
 
 def method_of(kind: type[Optimizer] | None, name: str) -> Any:
-    """A method of a class, without what torch wraps around the step of each class that has an
-    instance."""
+    """Returns a method of a class, without the wrapper that torch sets around ``step``.
+
+    torch wraps ``step`` of each class when the first instance is made.
+    """
     found: Any = getattr(kind, name, None)
     while getattr(found, "__code__", None) is _TORCHS_WRAPPER:
         found = found.__wrapped__
@@ -40,10 +44,10 @@ def method_of(kind: type[Optimizer] | None, name: str) -> Any:
 
 
 class StepHook:
-    """A step pre-hook that steps sharded parameters in place of torch, on a shadow.
+    """A step pre-hook that makes an optimizer step on a shadow with plain tensors.
 
     Attributes:
-        takes_moved_state: It also steps parameters whose state is elsewhere between steps.
+        takes_moved_state: Whether it can step parameters whose state is offloaded between steps.
     """
 
     takes_moved_state = False
@@ -51,56 +55,67 @@ class StepHook:
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Step pre-hook. A subclass's step may call its parent's, on the shadow."""
+        """Run :meth:`begin`, unless ``step`` of a subclass has called its parent's on a shadow."""
         return None if isinstance(optimizer, Shadow) else self.begin(optimizer, args, kwargs)
 
     def begin(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before torch steps the optimizer; returns the arguments of its step."""
+        """Prepare the step, and return the arguments of ``step``, with a shadow as ``self``."""
         raise NotImplementedError
 
     def finish(self, optimizer: Any) -> None:
-        """Called after torch has stepped the optimizer."""
+        """Complete the step. Called after torch has stepped the optimizer."""
         raise NotImplementedError
 
     def _finish(self, optimizer: Any, args: object, kwargs: object) -> None:
-        """Step post-hook."""
+        """Run :meth:`finish` as a step post-hook."""
         if not isinstance(optimizer, Shadow):
             self.finish(optimizer)
 
     def kept_state(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
-        """Returns the memory of a state between steps, as ``optimizer.state`` will hold it, for the
-        values of a checkpoint. None: it is allocated for them."""
+        """Returns the tensor of ``optimizer.state`` into which a checkpoint's values are read.
+
+        None: the checkpoint reader allocates it.
+        """
         return None
 
     def check_kept_state(self, param: Tensor, key: Any) -> None:
         """Check that a state tensor of the parameter's shape can be loaded.
 
         Raises:
-            ValueError: ``param`` is one of this optimizer, and its state has no memory for it.
+            ValueError: ``param`` belongs to this optimizer, whose state has no memory for ``key``.
         """
 
     def keeps_full_state(self, param: Tensor) -> bool:
-        """Returns whether the state of ``param`` is in full tensors of any shapes, each on one
-        rank, and in any containers."""
+        """Returns whether the state of ``param`` is in full tensors, each on a single rank.
+
+        Full state may have tensors of any shapes, in any containers.
+        """
         return False
 
     def target_of(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """Returns new memory for a full state tensor from a checkpoint. None: ``param`` has no
-        full state."""
+        """Returns new memory for a full state tensor of a checkpoint.
+
+        None: ``param`` has no full state.
+        """
         return None
 
     def put_state(self, param: Tensor, state: Any) -> None:
-        """Set the full state of ``param`` to values that were read into :meth:`target_of`."""
+        """Set the full state of ``param``, whose tensors were read into :meth:`target_of`."""
 
     def describe(self, params: Collection[int]) -> str:
-        """Returns in a line how parameters with these ``id``s are stepped. Empty: the hook steps
-        none of them, or only slices."""
+        """Returns a line that describes how parameters with these ``id``s are stepped.
+
+        It is empty if the hook steps none of them, or steps slices only.
+        """
         return ""
 
     def register(self, optimizer: Optimizer) -> None:
-        """Hook it to its optimizer. Other hooks see in a step's end what it has stored."""
+        """Register the hooks of the step with the optimizer.
+
+        The post-hook precedes all others, so that these can read the values that the step stores.
+        """
         _REGISTERED[next(_NUMBERS)] = self
         if not _HOOKS:
             _HOOKS.append(register_optimizer_step_pre_hook(_hook_last))
@@ -112,12 +127,12 @@ class StepHook:
             hooks[number] = hooks.pop(number)
 
     def hook_last(self, optimizer: Optimizer) -> None:
-        """Let other hooks change gradients and hyperparameters before the step."""
+        """Make this pre-hook run last: others may change gradients or hyperparameters."""
         hooks = optimizer._optimizer_step_pre_hooks
         hooks[self._number] = hooks.pop(self._number)
 
 
-_HOOKS: list[object] = []  # registered once for this process
+_HOOKS: list[object] = []  # the pre-hook of all optimizers, registered once for this process
 # All step hooks of this process, in the order of their registration.
 _REGISTERED: weakref.WeakValueDictionary[int, StepHook] = weakref.WeakValueDictionary()
 _NUMBERS = count()
@@ -125,29 +140,33 @@ AnyHook = TypeVar("AnyHook", bound=StepHook)
 
 
 def step_hook_of(optimizer: Optimizer, kind: type[AnyHook]) -> AnyHook | None:
-    """The hook of a kind that steps an optimizer; None if there is none."""
+    """Returns the hook of class ``kind`` that steps an optimizer, or None if there is none."""
     hooks: Iterable[Any] = optimizer._optimizer_step_pre_hooks.values()
     return next((hook for hook in hooks if isinstance(hook, kind)), None)
 
 
 def describe_steps(params: Collection[int]) -> list[str]:
-    """Returns a line for each optimizer of this process that steps parameters with these ``id``s,
-    unless it steps only slices."""
+    """Returns a line for each optimizer of this process that steps parameters with these ``id``s.
+
+    Optimizers that step slices only are left out.
+    """
     lines = (hook.describe(params) for hook in list(_REGISTERED.values()))
     return [line for line in lines if line]
 
 
 def _hook_last(optimizer: Optimizer, *args: object) -> None:
-    """Step pre-hook of all optimizers, before their own."""
+    """Make the step hook of an optimizer its last pre-hook. A pre-hook of all optimizers, which
+    runs before the optimizer's own pre-hooks."""
     hook = step_hook_of(optimizer, StepHook)
     if hook is not None and not isinstance(optimizer, Shadow):
         hook.hook_last(optimizer)
 
 
 class Shadow:
-    """Mixin for an optimizer class: own param groups and state; all else is the optimizer's.
+    """Mixin for an optimizer class, with param groups and state that differ from the optimizer's.
 
-    One object per step. It shares the optimizer's ``__dict__``; properties take precedence over it.
+    An object is made for each step. It shares the optimizer's ``__dict__``, over which properties
+    take precedence.
     """
 
     __slots__ = ()
@@ -162,8 +181,14 @@ def shadow_class(
     slots: tuple[str, ...],
     others: tuple[type, ...] = (),
 ) -> Any:
-    """The class of shadows of ``optimizer``, with ``slots`` of their own, and ``others`` as further
-    mixins."""
+    """Returns the class of shadows of ``optimizer``.
+
+    Args:
+        mixin: The base class that defines ``param_groups`` and ``state``.
+        optimizer: The optimizer, whose class is a base class, too.
+        slots: Names of the attributes that shadows do not share with the optimizer.
+        others: Further mixins.
+    """
     kind = type(optimizer)
     return type(kind.__name__, (mixin, *others, kind), {"__slots__": slots})
 
@@ -173,7 +198,7 @@ class Slot:
 
     Args:
         param: The FlatDTensor.
-        state_format: The format of its state.
+        state_format: The format of its optimizer state.
     """
 
     state_format = StateFormat()
@@ -181,14 +206,14 @@ class Slot:
     def __init__(self, param: FlatDTensor, state_format: StateFormat = state_format) -> None:
         self.param = param
         self.state_format = state_format
-        # A separate tensor, so that it has a separate .grad. It shares the parameter's memory and
-        # version counter.
+        # This is a separate tensor, so that it has its own .grad. It shares the parameter's memory
+        # and version counter.
         self.local = param.local.detach()
         self.param_local = param.local
 
     @property
     def is_current(self) -> bool:
-        """Whether the parameter was not converted."""
+        """Whether the parameter has the same slice as when this object was made."""
         return slice_of(self.param) is self.param_local
 
     def to_flat(self, key: Any, value: Any) -> Any:
@@ -204,10 +229,11 @@ class Slot:
         """Convert state of the parameter to state of the slice.
 
         Returns:
-            The parameter's state, as a FlatDTensor if it is sharded; the slice's state.
+            The state of the parameter, as a FlatDTensor if it is sharded, and the state of the
+            slice.
 
         Raises:
-            ValueError: ``value`` is a FlatDTensor of another slice.
+            ValueError: ``value`` is a FlatDTensor with another placement.
         """
         placement = self.state_format.placement_of(key, self.param.flat_placement)
         if placement is None:
@@ -221,22 +247,26 @@ class Slot:
                 )
             return value, value.local
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
-            # Unsharded, as loaded from an unsharded checkpoint.
+            # A full tensor, which was loaded from an unsharded checkpoint.
             full = value.full_tensor() if isinstance(value, DTensor) else value
             local = placement.slice_of_full(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local
         return value, value
 
     def load(self, state: MutableMapping[Any, Any]) -> dict[Any, Any]:
-        """Returns the state of the slice, and shards that of the parameter, ``state``, in place."""
+        """Shard the parameter's ``state`` in place, and return the state of the slice."""
         values = {}
         for key, value in state.items():
             state[key], values[key] = self.to_local(key, value)
         return values
 
     def keep(self, state: MutableMapping[Any, Any], found: Mapping[Any, Any]) -> None:
-        """Store the state of the slice after a step, ``found``, in that of the parameter,
-        ``state``. Objects that the step did not replace stay."""
+        """Store the state of the slice after a step in the state of the parameter.
+
+        Args:
+            state: The state of the parameter. Objects that the step did not replace are kept.
+            found: The state of the slice.
+        """
         for key in [key for key in state if key not in found]:
             del state[key]
         for key, value in found.items():
@@ -246,12 +276,12 @@ class Slot:
 
 
 def slice_within(value: Any) -> Any:
-    """Returns the slice of a FlatDTensor; any other object itself."""
+    """Returns the slice of a FlatDTensor, and any other object unchanged."""
     return slice_of(value) if isinstance(value, FlatDTensor) else value
 
 
 class PlainSlot(Slot):
-    """A parameter that is not sharded. It is stepped on itself."""
+    """A parameter that is not sharded. The shadow uses the parameter itself."""
 
     def __init__(self, param: Any) -> None:
         self.param: Any = param
@@ -265,19 +295,21 @@ class PlainSlot(Slot):
 
 
 class Slices:
-    """The slices of several slots, which have gradients within a step only, because a reference to
-    a gradient keeps its memory allocated ([Note: When gradients are held] in
-    ``buffers/gradients.py``). Loops run in C, since there may be many parameters.
+    """The slices of several parameters, and their gradients within a step.
+
+    Slices have gradients within a step only, because a reference to a gradient keeps its memory
+    allocated ([Note: When gradients are held] in ``buffers/gradient_memory.py``). Loops run in C,
+    because there may be many parameters.
 
     Args:
-        slots: parameters.
-        bring: called with the number of a slice and its gradient where ``.grad`` has it, returns it
-            where the slice is. None: it is there.
+        slots: The parameters with their slices.
+        bring: Function of the index of a slice and its gradient, which returns the gradient on the
+            device of the slice. None: gradients are on this device.
 
     Attributes:
-        slots: see the argument.
-        params: their FlatDTensors.
-        locals: their slices.
+        slots: The argument of this name.
+        params: The FlatDTensors.
+        locals: The slices.
     """
 
     def __init__(
@@ -294,17 +326,17 @@ class Slices:
 
     @property
     def are_current(self) -> bool:
-        """Whether no parameter was converted."""
+        """Whether all parameters have the same slices as when this object was made."""
         return all(map(operator.is_, map(slice_of, self.params), map(_param_local, self.slots)))
 
     def wait_for_gradients(self) -> None:
-        """Compute waits for reductions of gradients."""
+        """Make compute wait for reductions of gradients."""
         for reads in self._reads:
             reads.wait()
 
     @torch.no_grad()
     def set_gradients(self) -> None:
-        """Set ``.grad`` of each slice, in the slice's dtype."""
+        """Set ``.grad`` of each slice to the parameter's gradient in the dtype of the slice."""
         self.wait_for_gradients()
         grads = gradients_of(self.params)
         slices: list[Tensor | None]
@@ -324,5 +356,5 @@ class Slices:
         set_gradients(self.locals, [None if s is None else s.to(dtype) for s, dtype in casts])
 
     def clear_gradients(self) -> None:
-        """Drop ``.grad`` of each slice."""
+        """Set ``.grad`` of each slice to None."""
         clear_gradients(self.locals)

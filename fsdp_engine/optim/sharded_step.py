@@ -2,22 +2,23 @@
 
 [Note: Shadow optimizer]
 The DTensor dispatch costs host time in every operation of a step. An elementwise optimizer does not
-need it, because the update of a slice depends on that slice alone. So ``step`` runs on a *shadow*:
-an object of the same class that shares the optimizer's attributes, but whose ``param_groups`` and
-``state`` hold plain slices. A step pre-hook passes it to ``step`` as ``self``.
+need it, because the update of a slice depends on this slice alone. Therefore ``step`` runs on a
+*shadow*: an object of the same class that shares the optimizer's attributes, but whose
+``param_groups`` and ``state`` hold plain slices. A step pre-hook passes it to ``step`` as ``self``.
 
-The optimizer itself is not modified, so nothing has to be restored after an exception: closures,
-hooks and LR schedulers read FlatDTensors before, during and after the step. Both share memory:
+The optimizer itself is not modified, so no state has to be restored after an exception. Closures,
+hooks and LR schedulers read FlatDTensors before, during and after the step. The optimizer and the
+shadow share memory:
 
     optimizer   param_groups: [FlatDTensor]           state[FlatDTensor]["exp_avg"]: FlatDTensor
                                   | .local                                            | .local
     shadow      param_groups: [slice]                 state[slice]["exp_avg"]: slice
 
 A hyperparameter or a new state that the step stores is written through to the optimizer's groups
-and state immediately. State that is replaced from outside (by loading) is detected before the next
+and state immediately. If other code replaces state (by loading), this is detected before the next
 step by comparing objects. Slices have gradients within the step only, because a reference to a
 gradient keeps its memory allocated ([Note: When gradients are held] in
-``buffers/gradients.py``).
+``buffers/gradient_memory.py``).
 """
 
 from __future__ import annotations
@@ -50,15 +51,17 @@ from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 
 _KNOWN = "Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop"
 _ELEMENTWISE = tuple(getattr(torch.optim, name) for name in _KNOWN.split(", "))
-# Methods that a step rests on: the second makes state, in optimizers of torch.
+# Methods that determine a step. In torch's optimizers ``_init_group`` makes the state.
 _STEP = ("step", "_init_group")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 def is_elementwise(optimizer: Optimizer, state_format: StateFormat) -> bool:
-    """Returns whether the step of ``optimizer`` is known to update each element by itself: it is
-    that of a known class, or is inherited from one."""
+    """Returns whether the step of ``optimizer`` is known to update each element independently.
+
+    This is so if the step is the one of a known class, or is inherited from it.
+    """
     kinds = type(optimizer).__mro__
     known = (k for k in kinds if k in _ELEMENTWISE or state_format.is_elementwise(optimizer, k))
     if (ancestor := next(known, None)) is None:
@@ -72,34 +75,38 @@ def shard_optimizer(
     elementwise: bool = False,
     whole: Sequence[str] | bool = (),
 ) -> AnyOptimizer:
-    """Make an optimizer step on plain tensors: on each rank's slices where it treats each element
-    by itself, and on whole tensors, each on one rank, where it needs them. Returns the same object.
+    """Make an optimizer step on plain tensors instead of FlatDTensors. Collective.
 
-    Nothing else changes: ``param_groups``, ``state``, ``state_dict`` and ``load_state_dict`` hold
-    FlatDTensors, and schedulers and hooks work. Plain tensors in the param groups are updated as
-    before. Of parameters that are stepped whole, ``state`` has those that this rank steps
-    (``docs/internals/optimizers.md``). All ranks must call it.
+    An elementwise optimizer steps on each rank's slices. An optimizer that needs full tensors steps
+    each of them on one rank. All else is unchanged: ``param_groups``, ``state``, ``state_dict`` and
+    ``load_state_dict`` hold FlatDTensors, schedulers and hooks work, and plain tensors in the param
+    groups are updated as before. For parameters that are stepped as full tensors, ``state`` has
+    only those that this rank steps (``docs/internals/optimizers.md``).
 
     Args:
-        optimizer: any whose step treats each element, each tensor or each param group by itself, or
-            all of them together. Which of these it is follows from trial steps on small tensors,
-            except for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta, Adamax,
-            NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their step,
-            torchao's AdamW8bit, AdamW4bit, AdamWFp8, whose ``state_dict()`` holds fp32 values, and
-            those of bitsandbytes other than LARS and LAMB. State in 8 and 4 bits has the bits of
-            full parameters.
-        elementwise: asserts that it updates each element from that element's gradient and state
-            alone, and that its state tensors have the parameter's shape, or shape (); no trial.
-        whole: patterns (``fnmatch``) of names of parameters that it steps whole, each by itself; no
-            trial of these. True: all.
+        optimizer: An optimizer whose step treats each element, each tensor or each param group
+            independently, or all of them together. Trial steps on small tensors determine which of
+            these applies. No trial is needed for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta,
+            Adamax, NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their
+            step, torchao's AdamW8bit, AdamW4bit, AdamWFp8 (whose ``state_dict()`` holds fp32
+            values), and optimizers of bitsandbytes other than LARS and LAMB. State in 8 and 4 bits
+            has the same bits as that of full parameters.
+        elementwise: Asserts that the optimizer updates each element from the gradient and state of
+            this element alone, and that its state tensors have the parameter's shape or shape ().
+            There is no trial then.
+        whole: Patterns (``fnmatch``) of names of parameters that are stepped as full tensors, each
+            independently. There is no trial for them. True: all parameters.
+
+    Returns:
+        ``optimizer`` itself.
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: it has ``differentiable=True``; or a trial step failed; or a parameter that has
-            to be stepped whole is a DTensor over other mesh dimensions; or a shard boundary divides
-            a block of its quantised state; or its state cannot lie where that of its parameters
-            lies.
-        OSError: there is too little space on the disk for its state.
+        ValueError: ``optimizer`` has ``differentiable=True``; a trial step failed; a parameter that
+            needs a step of the full tensor is a DTensor over other mesh dimensions; a shard
+            boundary is inside a block of quantised state; or the state cannot be offloaded as that
+            of the parameters is.
+        OSError: The disk has too little space for the state.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
@@ -127,14 +134,14 @@ def shard_optimizer(
 
 
 class _WriteThrough(dict[Any, Any]):
-    """A dict that applies every change to another mapping, too. Reads cost what a dict's cost."""
+    """A dict that applies every change to another mapping, too. Reads are as fast as a dict's."""
 
     def target(self) -> MutableMapping[Any, Any]:
-        """The mapping that changes are also applied to."""
+        """Returns the mapping to which changes are also applied."""
         raise NotImplementedError
 
     def converted(self, key: Any, value: Any) -> Any:
-        """The value that is stored in the target."""
+        """Returns the value to store in the target for ``value`` under ``key``."""
         return value
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -172,7 +179,7 @@ class _WriteThrough(dict[Any, Any]):
 
 
 class _LocalGroup(_WriteThrough):
-    """A param group of the shadow: slices as parameters, the optimizer's hyperparameters."""
+    """A param group of the shadow: slices as parameters, and the optimizer's hyperparameters."""
 
     def __init__(self, group: dict[str, Any], params: list[Tensor]) -> None:
         super().__init__(group)
@@ -184,7 +191,7 @@ class _LocalGroup(_WriteThrough):
 
 
 class _LocalShadow(Shadow):
-    """A shadow with slices of all parameters."""
+    """A shadow with the slices of all parameters."""
 
     __slots__ = ()
 
@@ -193,8 +200,8 @@ class _LocalShadow(Shadow):
 
     @property
     def param_groups(self) -> list[_LocalGroup]:
-        """The optimizer's, with slices."""
-        # Created at each access: other pre-hooks may set hyperparameters before the step reads.
+        """The optimizer's param groups, with slices as parameters."""
+        # The groups are made at each access, because other pre-hooks may set hyperparameters.
         local_of = self.local_of
         return [
             _LocalGroup(group, [local_of.get(id(p), p) for p in group["params"]])
@@ -203,34 +210,37 @@ class _LocalShadow(Shadow):
 
     @property
     def state(self) -> _LocalStates:
-        """The optimizer's, by slices."""
+        """The optimizer's state, with slices as keys."""
         return self.local_states
 
     def param_of(self, local: Tensor) -> Tensor:
-        """The parameter of a slice; a tensor that is no slice itself."""
+        """Returns the parameter of a slice, or ``local`` itself if it is no slice."""
         return self.local_states.param_of(local)
 
 
 class _OriginalState:
     """Access of the shadow's state to the optimizer's state.
 
-    It refers to the optimizer weakly, and to none of its hooks, so that a deleted optimizer frees
-    its state without the garbage collector.
+    It has a weak reference to the optimizer, and none to its hooks, so that a deleted optimizer
+    frees its state without the garbage collector.
+
+    Attributes:
+        slot_of: The slots by ``id`` of the slice.
+        changed: Whether a step has changed the state since it was last compared.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self.slot_of: dict[int, Slot] = {}  # by id of the slice
-        # Whether a step has changed the state since it was last compared.
+        self.slot_of: dict[int, Slot] = {}
         self.changed = True
 
     def state_to_change(self) -> Any:
-        """The optimizer's state, for a change by its step."""
+        """Returns the optimizer's state, and records that its step changes it."""
         self.changed = True
         return self._state()
 
     def entry(self, key: Any) -> Any:
-        """The state of a key that is not a slice; created if missing, as torch does."""
+        """Returns the state of a key that is no slice. It is created if missing, as torch does."""
         state = self._state()
         return state[key] if key in state else self.state_to_change()[key]
 
@@ -241,7 +251,7 @@ class _OriginalState:
 
 
 class _LocalState(_WriteThrough):
-    """State of a slice. What the step stores is written through to the parameter's state."""
+    """State of a slice. Values that the step stores are also stored in the parameter's state."""
 
     def __init__(self, original: _OriginalState, slot: Slot, values: dict[Any, Any]) -> None:
         super().__init__(values)
@@ -249,7 +259,7 @@ class _LocalState(_WriteThrough):
         self._slot = slot
 
     def target(self) -> MutableMapping[Any, Any]:
-        # ``state`` may be a plain dict, which has no entry for the parameter yet.
+        # ``state`` may be a plain dict without an entry for the parameter.
         state: MutableMapping[Any, Any] = self._original.state_to_change().setdefault(
             self._slot.param, {}
         )
@@ -260,7 +270,7 @@ class _LocalState(_WriteThrough):
 
 
 class _LocalStates(_WriteThrough):
-    """``state`` of the shadow, by slice. Other keys have the optimizer's own entries."""
+    """``state`` of the shadow, with slices as keys. Other keys have the optimizer's entries."""
 
     def __init__(self, original: _OriginalState) -> None:
         super().__init__()
@@ -291,22 +301,22 @@ class _LocalStates(_WriteThrough):
         self._original.state_to_change().pop(key if slot is None else slot.param, None)
 
     def param_of(self, local: Tensor) -> Tensor:
-        """The parameter of a slice; a tensor that is no slice itself."""
+        """Returns the parameter of a slice, or ``local`` itself if it is no slice."""
         slot = self._original.slot_of.get(id(local))
         return local if slot is None else slot.param
 
     def load_other(self, key: Any, value: Any) -> None:
-        """Add the optimizer's own entry of a key that is not a slice."""
+        """Add the optimizer's entry for a key that is no slice."""
         dict.__setitem__(self, key, value)
 
     def load(self, slot: Slot, param_state: dict[Any, Any]) -> None:
-        """Set a slice's state from its parameter's, and shard the parameter's state in place."""
+        """Set the state of a slice from the state of its parameter, which is sharded in place."""
         local_state = _LocalState(self._original, slot, slot.load(param_state))
         dict.__setitem__(self, slot.local, local_state)
 
 
 class _LocalStep(StepHook):
-    """Step pre-hook: updates the shadow and passes it to ``step`` as ``self``."""
+    """The step hook of elementwise optimizers, with a shadow of the slices of all parameters."""
 
     def __init__(self, optimizer: Optimizer, state_format: StateFormat) -> None:
         state_format.check(optimizer)
@@ -318,7 +328,7 @@ class _LocalStep(StepHook):
         self._slices = Slices([])
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
         self._local_states = _LocalStates(self._original)
-        # The objects of the optimizer's state when the shadow's state last matched it.
+        # Objects of the optimizer's state at the last time when the shadow's state matched it.
         self._known_state: Any = None
         self._known_entries: list[Any] = []
         self._known_dicts: list[dict[Any, Any]] = []
@@ -332,7 +342,7 @@ class _LocalStep(StepHook):
     def begin(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """See :class:`StepHook`: update the shadow."""
+        """See :class:`StepHook`. Updates the shadow."""
         self._refresh_params(optimizer)
         if self._original.changed or not self._state_is_known(optimizer.state):
             self._load_state(optimizer.state)
@@ -344,7 +354,7 @@ class _LocalStep(StepHook):
         return (shadow, *arguments), kwargs
 
     def finish(self, optimizer: Any) -> None:
-        """See :class:`StepHook`. The step has written all changes of the state through already."""
+        """See :class:`StepHook`. The step has already written state through to the optimizer."""
         self._slices.clear_gradients()
         if self._original.changed:
             self._remember(optimizer.state)
@@ -403,7 +413,7 @@ class _LocalStep(StepHook):
         self._remember(state)
 
     def _remember(self, state: Any) -> None:
-        """Keep the objects of the optimizer's state, to detect that it was replaced."""
+        """Keep the objects of the optimizer's state, to detect when they are replaced."""
         self._original.changed = False
         self._known_state = state
         self._known_entries = list(state.values())

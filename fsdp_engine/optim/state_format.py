@@ -15,12 +15,14 @@ QUANTIZING_PACKAGES = ("torchao.", "bitsandbytes.")
 
 
 class StateFormat:
-    """The format of an optimizer's state. A seam (:func:`.implementation`): here state tensors are
-    plain, and each state of the parameter's shape is sharded like the parameter.
+    """Seam (:func:`.implementation`): the format of an optimizer's state.
+
+    In this class state tensors are plain, and state of the parameter's shape is sharded like the
+    parameter.
 
     Attributes:
         mixins: Further base classes of the optimizer's shadows.
-        has_plain_tensors: No state is in a subclass of ``Tensor``.
+        has_plain_tensors: Whether no state tensor is of a subclass of ``Tensor``.
     """
 
     mixins: tuple[type, ...] = ()
@@ -31,7 +33,7 @@ class StateFormat:
         """Returns the format of an optimizer's state.
 
         Raises:
-            ValueError: An extension that is not there implements the format.
+            ValueError: The format needs an extension that is not part of the installation.
         """
         modules = (kind.__module__ for kind in type(optimizer).__mro__)
         if any(module.startswith(QUANTIZING_PACKAGES) for module in modules):
@@ -43,12 +45,18 @@ class StateFormat:
         return cls()
 
     def is_elementwise(self, optimizer: Optimizer, kind: type) -> bool:
-        """Returns whether the step of ``kind``, one of the optimizer's classes, is known to update
-        each element, or each block of quantised state, by itself."""
+        """Returns whether the step of class ``kind`` is known to be elementwise.
+
+        An update that depends on a block of quantised state alone counts, too.
+
+        Args:
+            optimizer: The optimizer.
+            kind: The class of the optimizer, or one of its base classes.
+        """
         return False
 
     def placement_of(self, key: Any, placement: FlatPlacement) -> FlatPlacement | None:
-        """Returns the placement of a state; None: each rank holds all of it.
+        """Returns the placement of a state. None: each rank holds the full state.
 
         Args:
             key: The key of the state.
@@ -60,7 +68,7 @@ class StateFormat:
         """Check that the slices of the optimizer's parameters can have state in this format.
 
         Raises:
-            ValueError: A shard boundary divides a block of quantised state.
+            ValueError: A shard boundary is inside a block of quantised state.
         """
 
     def register(self, optimizer: Optimizer) -> None:
@@ -68,7 +76,7 @@ class StateFormat:
 
     @staticmethod
     def flattened(name: str, param: Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a parameter's state of a state dict without containers of the format.
+        """Returns a parameter's state from a state dict, without the format's containers.
 
         Args:
             name: The name of the parameter, for errors.

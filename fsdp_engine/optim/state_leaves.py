@@ -1,4 +1,4 @@
-"""State of a parameter as optimizers keep it: any values in nested dicts, lists and tuples."""
+"""Functions for the state of a parameter: values in nested dicts, lists and tuples."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or None."""
+    """Returns whether a value is a number, a text or None."""
     return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """The leaves of dicts, lists and tuples, in order."""
+    """Yields the leaves of nested dicts, lists and tuples, in order."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves_of(value)
@@ -24,7 +24,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """The same containers with changed leaves."""
+    """Returns a copy of nested dicts, lists and tuples with ``change`` of each leaf."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(change, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):

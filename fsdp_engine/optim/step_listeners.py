@@ -6,7 +6,8 @@ listener may issue collectives.
 
 FSDP2's tutorial loads full optimizer state with ``distribute_tensor(value, param.device_mesh,
 param.placements)`` for each value, and ``optimizer.load_state_dict``. The results are DTensors over
-this rank's slices. Before the next step they are replaced by FlatDTensors over the same memory.
+this rank's slices. Before the next step the engine replaces them by FlatDTensors over the same
+memory.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ def find_optimizers(params: Collection[int]) -> Iterator[tuple[torch.optim.Optim
         params: ``id``s of the parameters.
 
     Yields:
-        An optimizer, and the ``id`` of a parameter in its groups; once for each such parameter.
+        For each such parameter, the optimizer and the ``id`` of the parameter.
     """
     classes = _with_subclasses(torch.optim.Optimizer)
-    # torch sets `hooked` on a class's step when the first instance is created. Most jobs have none
-    # at this point, and skip the scan.
+    # torch sets `hooked` on a class's step when the first instance is created. Most jobs have no
+    # optimizer when this runs, and skip the scan.
     if not any(hasattr(each.step, "hooked") for each in classes):
         return
-    # Exact types instead of isinstance: there may be a million objects, and some override
-    # __class__.
+    # Types are compared exactly, not with isinstance, because there may be a million objects, and
+    # some override __class__.
     for candidate in gc.get_objects():
         if type(candidate) not in classes:
             continue
@@ -60,12 +61,12 @@ def _with_subclasses(
     return {base}.union(*map(_with_subclasses, base.__subclasses__()))
 
 
-# The state dict of each optimizer when it was last converted. Loading replaces the dict.
+# The state of each optimizer when it was last converted. Loading replaces this dict.
 _CONVERTED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 
 def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
-    """Step pre-hook: convert the state of sharded parameters from DTensors to FlatDTensors."""
+    """Convert loaded state of sharded parameters from DTensors to FlatDTensors. A step pre-hook."""
     state = optimizer.__dict__["state"]
     if _CONVERTED.get(optimizer) is state:
         return
@@ -81,26 +82,28 @@ def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
 
 
 class Listener(Protocol):
-    """Receiver of the notifications. Held by a weak reference."""
+    """Receiver of notifications. Only a weak reference to it is kept."""
 
     def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before any optimizer of this process steps. An exception prevents the step."""
+        """Handle the coming step of an optimizer. An exception prevents the step."""
         ...
 
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after any optimizer of this process has stepped."""
+        """Handle the end of a step of an optimizer."""
         ...
 
 
 _LISTENERS: weakref.WeakValueDictionary[int, Listener] = weakref.WeakValueDictionary()
 _NUMBERS = itertools.count()
-_HOOKS: list[object] = []  # registered once for this process
+_HOOKS: list[object] = []  # the hooks of all optimizers, registered once for this process
 _CHECKS: list[Callable[[Optimizer], None]] = []
 
 
 def add_step_check(check: Callable[[Optimizer], None]) -> None:
-    """Call ``check`` with each optimizer of this process before each of its steps, and before any
-    listener. An exception prevents the step."""
+    """Call ``check`` with each optimizer of this process before each of its steps.
+
+    Checks run before listeners. An exception prevents the step.
+    """
     if check not in _CHECKS:
         _CHECKS.append(check)
 
@@ -127,7 +130,7 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
 ) -> None:
     if any(value is not None for value in (*args[1:], kwargs.get("closure"))):
-        return  # the closure will run the backward within the step
+        return  # the closure runs backward within the step
     for listener in list(_LISTENERS.values()):
         listener.optimizer_steps(optimizer)
 

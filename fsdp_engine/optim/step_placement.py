@@ -1,4 +1,4 @@
-"""Where the state of an optimizer is between its steps."""
+"""The place of optimizer state between steps."""
 
 from __future__ import annotations
 
@@ -13,68 +13,73 @@ from fsdp_engine.optim.shadow import StepHook
 
 
 class StatePlace(StepChunk):
-    """The place of the state of parameters that are stepped together. A seam: here it stays on the
-    device."""
+    """Seam: the place of the state of parameters that are stepped together.
+
+    In this class the state stays on the device.
+    """
 
     def on_device(self, state: Any) -> Any:
-        """Returns the state as a step reads it. Compute waits for :meth:`bring`."""
+        """Returns the state with tensors on the device. Compute waits for :meth:`bring`."""
         return state
 
     def take(self, states: Sequence[Any]) -> list[Any]:
-        """A step is submitted: begin to bring its state to this place.
+        """Start to copy the state to this place, after the step has been submitted.
 
         Args:
-            states: of each parameter, as the step left it.
+            states: The state of each parameter after the step.
 
         Returns:
-            The same with tensors at this place.
+            The states with tensors at this place.
         """
         return list(states)
 
     def abandon(self) -> None:
-        """As :meth:`leave`, after the lanes have ended what they were given."""
+        """Free the memory on the device, when the lanes have no pending work."""
 
 
 class StepPlacement:
-    """Where the state of the parameters of an optimizer is between its steps. A seam
-    (:func:`.implementation`): here it stays on the device.
+    """Seam (:func:`.implementation`): the place of an optimizer's state between steps.
+
+    In this class the state stays on the device.
 
     Args:
-        optimizer: the optimizer.
+        optimizer: The optimizer.
 
     Raises:
-        ValueError: the state cannot be where it should be.
+        ValueError: The state cannot be at the place that is requested for it.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         """See the class."""
 
     def make_place(self) -> StatePlace:
-        """Returns a place of the state of full tensors."""
+        """Returns the place for the state of a group of full tensors."""
         return StatePlace()
 
     def check_whole_tensors(self, name: str) -> None:
-        """Check that an optimizer of class ``name`` can step whole tensors.
+        """Check that an optimizer of class ``name`` can step full tensors with this placement.
 
         Raises:
             ValueError: It cannot.
         """
 
     def make_hook(self, optimizer: Optimizer) -> StepHook | None:
-        """Returns the hook that steps the optimizer where its state is; None: any other may.
+        """Returns the hook that steps an optimizer with its state at this place.
+
+        None: no special hook is needed.
 
         Raises:
-            ValueError, OSError: there can be none.
+            ValueError, OSError: The hook cannot be made.
         """
         return None
 
     @staticmethod
     def is_elsewhere(param: Tensor) -> bool:
-        """Returns whether the state of ``param`` is elsewhere than on the device."""
+        """Returns whether the state of ``param`` is not on the device."""
         return False
 
     def drain(self) -> None:
-        """End all copies, also those that fail."""
+        """Wait for all copies, and ignore errors."""
 
     def wait(self) -> None:
-        """On return all state is at its place."""
+        """Wait until all state is at its place."""

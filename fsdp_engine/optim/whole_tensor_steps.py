@@ -1,4 +1,4 @@
-"""Steps of optimizers that may need whole tensors."""
+"""Steps of optimizers that may need full tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from fsdp_engine.optim.step_placement import StepPlacement
 
 
 class WholeTensorSteps:
-    """Steps of optimizers that are not known to update each element by itself. A seam
-    (:func:`.implementation`): here they are refused."""
+    """Seam (:func:`.implementation`): steps of optimizers that are not known to be elementwise.
+
+    This class raises an error for such an optimizer.
+    """
 
     @staticmethod
     def make_hook(
         optimizer: Optimizer, whole: Sequence[str], placement: StepPlacement
     ) -> StepHook | None:
-        """Returns the hook that steps the optimizer on whole tensors; None: it needs only slices.
+        """Returns the hook that steps the optimizer on full tensors. None: slices are enough.
 
         Args:
             optimizer: The optimizer.
-            whole: Patterns of names of parameters that it steps whole, each by itself.
-            placement: The place of its state between steps.
+            whole: Patterns of names of parameters that are stepped as full tensors, each
+                independently.
+            placement: The place of the optimizer's state between steps.
 
         Raises:
             ValueError: The hook cannot be made.

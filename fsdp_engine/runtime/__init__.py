@@ -1,1 +1,1 @@
-"""Runtime: hooks, the schedule of gathers, and the reductions of gradients."""
+"""Hooks on modules and on autograd, the schedule of gathers, and the reductions of gradients."""

@@ -1,4 +1,4 @@
-"""Callers of the model that do not announce themselves, found by their frames."""
+"""Detection of functions that call the model, by the frames of the call stack."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.utils.stateless import _functional_call
 
 
 class CallContext(NamedTuple):
-    """Functions that the current call of the model is within.
+    """The functions within which the model is called.
 
     Attributes:
-        functional_call: ``torch.func.functional_call``.
-        stage: a forward of a stage of ``torch.distributed.pipelining``.
+        functional_call: Whether the call is within ``torch.func.functional_call``.
+        stage: Whether the call is within the forward of a stage of torch.distributed.pipelining.
     """
 
     functional_call: bool
@@ -22,7 +22,7 @@ class CallContext(NamedTuple):
 
 
 def call_context() -> CallContext:
-    """Returns the context of the current call, from the frames below."""
+    """Returns the context of the current call, which is read from the frames of its callers."""
     functional_call = stage = False
     frame = sys._getframe().f_back
     while frame is not None:
@@ -33,7 +33,7 @@ def call_context() -> CallContext:
 
 
 def in_function_of_autograd() -> bool:
-    """Whether the current call is within the backward of a ``torch.autograd.Function``."""
+    """Returns whether the current call is within the backward of a ``torch.autograd.Function``."""
     frame = sys._getframe().f_back
     while frame is not None:
         if frame.f_code.co_name == "backward" and frame.f_code.co_argcount:

@@ -1,9 +1,9 @@
 """Hooks on the gradients of parameters.
 
-A gradient of a full parameter is written into its place in the flat buffer as soon as autograd has
-accumulated it, and ``.grad`` of the full parameter is dropped. Before autograd accumulates into a
-sharded parameter by itself, its ``.grad`` is taken away, since autograd would add to it in place,
-unscaled.
+When autograd has accumulated the gradient of a full parameter, a hook writes it into the flat
+buffer and sets ``.grad`` of the full parameter to None. Before autograd accumulates into a sharded
+parameter, another hook sets ``.grad`` of the sharded parameter to None, because autograd would add
+to it in place, unscaled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fsdp_engine.runtime.unit import Unit
 
 
 class GradientHooks:
-    """Autograd's hooks on one buffer's parameters.
+    """Hooks on the gradients of one buffer's parameters.
 
-    The garbage collector does not see that autograd holds a hook: a hook that held the buffer, and
-    so the parameter, would keep all of them for ever. So hooks hold this object weakly.
+    Hooks refer to this object weakly. The garbage collector does not see references from autograd
+    to hooks, so a hook with a reference to the buffer would keep its parameters alive forever.
 
     Args:
-        scheduler: The scheduler, which is told of gradients.
+        scheduler: The scheduler to which gradients are reported.
         unit: The unit of the buffer.
         buffer: The buffer whose parameters get hooks.
     """
@@ -46,26 +46,26 @@ class GradientHooks:
                 buffer.hooks.own[index] = handle.id
 
     def follow(self) -> None:
-        """Put hooks on the accumulators of sharded parameters: the first time, and when they have
-        become others, since dtypes have changed or another stream is current."""
+        """Register hooks on the gradient accumulators of sharded parameters. Called again when the
+        accumulators have been replaced, because dtypes or the current stream have changed."""
         buffer, hooks = self._buffer, weakref.ref(self)
         self._accumulators = [accumulator_of(param) for param in buffer.sharded_params]
         for index, node in enumerate(self._accumulators):
             node.register_prehook(_precede(hooks, index, is_plain=buffer.is_plain))
 
     def renew(self) -> None:
-        """Another stream is current: the accumulators become new ones of that stream."""
+        """Create gradient accumulators for the current stream, after it has changed."""
         self._accumulators = []
         self.follow()
 
     @not_compiled
     def arrived(self, index: int, param: Tensor) -> None:
-        """Full parameter ``index`` has a ``.grad``."""
+        """Write the gradient of full parameter ``index`` into the flat buffer."""
         grad = param.grad
         if grad is None:
-            return  # a function that returned None, or computes it later
+            return  # a function returned no gradient, or will compute it later
         param.grad = None
-        grads = self._buffer.grads  # other ones, if dtypes have changed
+        grads = self._buffer.grads  # not stored in this object: a change of dtypes replaces it
         assert grads is not None
         writer = grads.writer
         if writer is None:
@@ -78,7 +78,7 @@ class GradientHooks:
             self._scheduler.gradient_came(self._unit)
 
     def precede(self, index: int, grad: Tensor, *, is_plain: bool) -> None:
-        """Autograd is about to accumulate ``grad`` into sharded parameter ``index``."""
+        """Called before autograd accumulates ``grad`` into sharded parameter ``index``."""
         published = self._buffer.published
         if not is_plain:
             published.check_gradient(index, grad)
@@ -88,11 +88,11 @@ class GradientHooks:
 
 
 class StreamGradientHooks(GradientHooks):
-    """Hooks on an accelerator: gradients are written on the stream of the backward."""
+    """Hooks on an accelerator, which write gradients on the stream of the backward."""
 
     @not_compiled
     def arrived(self, index: int, param: Tensor) -> None:
-        """See :class:`GradientHooks`."""
+        """See :meth:`GradientHooks.arrived`."""
         with self._stream.entered():
             super().arrived(index, param)
 
@@ -118,7 +118,7 @@ def _precede(
 
 
 def hook_gradients(scheduler: Scheduler, unit: Unit) -> None:
-    """Write each gradient of the unit into its flat buffer as soon as autograd accumulated it."""
+    """Register hooks that write the gradients of ``unit`` into its buffers."""
     kind = StreamGradientHooks if scheduler.reductions.stream.exists else GradientHooks
     for buffer in unit.trainable:
         buffer.gradient_hooks = kind(scheduler, unit, buffer)

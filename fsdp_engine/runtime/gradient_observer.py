@@ -1,4 +1,4 @@
-"""A seam: what else happens to a step's gradients between autograd and the optimizer."""
+"""A seam for extensions that check or change gradients between autograd and the optimizer."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from fsdp_engine.runtime.unit import Unit
 
 
 class GradientObserver:
-    """Called by :class:`~.reductions.Reductions` in the order of :attr:`~.Reductions.observers`, on
-    all ranks in the same order. Each method does nothing here; a subclass overrides those that it
-    needs. A method may send messages if it does so on all ranks.
+    """An object that :class:`~.reductions.Reductions` calls during each step.
+
+    Observers are called in the order of :attr:`~.Reductions.observers`, which is equal on all
+    ranks. The methods of this class do nothing; a subclass overrides those that it needs. A method
+    may call a collective if it does so on all ranks.
 
     Attributes:
-        sees_all_ranks: reduced gradients are those of all ranks that train the model, as far as the
-            observer knows.
+        sees_all_ranks: Whether reduced gradients include those of all ranks that train the model.
+            False: the observer reduces them over further ranks.
     """
 
     sees_all_ranks = True
 
     def begin_backward(self) -> None:
-        """A backward begins that brings gradients of parameters. An exception prevents it."""
+        """Called when a backward begins that computes gradients of parameters. An exception stops
+        the backward."""
 
     def check_last(self, units: Sequence[Unit]) -> None:
-        """The last backward of a step begins, which leaves gradients of ``units`` accumulated."""
+        """Called when the last backward of a step begins. It accumulates gradients of ``units``
+        without reducing them."""
 
     def before_sending(self, buffer: ParamAndGradBuffer) -> None:
-        """Gradients of ``buffer`` are about to be reduced for the first time."""
+        """Called before the first reduction of gradients of ``buffer``."""
 
     def issued(self) -> None:
-        """The last reductions of the step are submitted."""
+        """Called when the last reductions of the step have been submitted."""
 
     def waited(self) -> None:
-        """Compute has waited for the reductions submitted so far."""
+        """Called when compute has waited for all reductions submitted so far."""
 
     def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]] | None:
-        """Gradients are reduced, and not yet published: they can be changed.
+        """Called when gradients are reduced and before they are published. They may be changed.
 
         Args:
-            used: for each trainable buffer, which of its parameters got a gradient.
+            used: For each trainable buffer and each of its parameters, whether any rank had a
+                gradient.
 
         Returns:
-            The same, to be published. None: nothing is published, and gradients are cleared.
+            ``used``, or its replacement: which gradients to publish. None: gradients are not
+            published but cleared.
         """
         return used
 
     def discard(self) -> None:
-        """The step is over, or its gradients were dropped."""
+        """Called when the gradients of the step are cleared or dropped."""

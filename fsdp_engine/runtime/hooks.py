@@ -1,39 +1,39 @@
 """Hooks on modules and tensors that call the scheduler.
 
-    forward pre-hook    enter the module's units; cast inputs; mark the boundary of its backward
-    forward hook        leave the units; register hooks for the gradients of the outputs
-    gradient of output  the unit's backward begins; so it does with that of a kept tensor
-                        (``kept_tensors.py``)
-    gradient of inputs  the unit's backward is over (the boundary)
-    gradient of a parameter, accumulated: written into the flat buffer, and dropped
+    forward pre-hook          enters the units of the module, casts inputs, registers hooks on them
+    forward hook              leaves the units, registers hooks on the gradients of outputs
+    gradient of an output     begins the backward of the units; so does the gradient of a tensor
+                              that the module has stored (``kept_tensors.py``)
+    gradient of the inputs    ends the backward of the units (the boundary)
+    gradient of a parameter   is written into the flat buffer and dropped (``gradient_hooks.py``)
 
 [Note: Boundary]
 Full parameters of a unit can be freed when no function of its backward reads them any longer. The
-last gradient of a trainable parameter does not show that: a frozen weight can still be needed for
-the gradient of the input. So each input is passed through a view, which autograd visits after all
-functions of the unit, and the end of the unit's backward is observed when those views that this
-backward reaches have been visited. They are torch's own views: a change in place by the unit
-changes the user's tensor.
+last gradient of a trainable parameter does not show this, because the gradient of the input may
+still need a frozen weight. So each input is passed through a view, and autograd visits the node of
+the view after all functions of the unit. The unit's backward has ended when autograd has visited
+the views of all inputs that this backward reaches. They are ordinary views of torch, so if the unit
+changes an input in place, the user's tensor is changed.
 
-For an input that was changed in place, autograd visits other nodes than those of the view, so the
-backward of such a call ends with the whole backward. The gradient of the changed tensor enters the
-unit, as that of an output does; so do gradients of tensors that the unit put into the user's
-containers.
+If an input is changed in place, autograd visits other nodes instead of that of the view, so the
+backward of such a call ends with the complete backward. The gradient of the changed tensor enters
+the unit like that of an output, and so do gradients of tensors that the unit has put into the
+user's containers.
 
 [Note: Casts of autocast]
-``torch.autocast`` caches casts of weights until its context ends, with the autograd nodes that made
-them. In the next forward, gradients of a cached cast would pass through nodes of an earlier
-backward, and after an optimizer step the cast would have old values. At level 3 the cache would
-keep all weights in memory, in the dtype of the casts. So each unit clears the cache when its call
-returns.
+``torch.autocast`` caches casts of weights, with their autograd nodes, until its context ends. In
+the next forward, gradients of a cached cast would pass through nodes of an earlier backward, and
+after an optimizer step the cast would have old values. At level 3 the cache would keep all weights
+in memory, in the dtype of the casts. So each unit clears the cache when its call returns.
 
 [Note: Returned parameters]
-A module can return a parameter, or a view of one: a bias that its caller adds, an embedding table.
-The caller reads it after the unit's full parameters are freed, and so does the caller's backward,
-before that of the unit. So the caller receives a copy, whose gradient autograd accumulates into the
-parameter. The same holds for lists, dicts and dataclasses that the module received and put a
-parameter into. A parameter that it stores elsewhere (in an attribute, say) must not be read after
-the call: its memory is freed, which torch does not check in all kernels.
+A module can return a parameter or a view of one, such as a bias that its caller adds, or an
+embedding table. The caller reads it after the unit's full parameters were freed, and so does the
+caller's backward, which precedes that of the unit. So the caller receives a copy, whose gradient
+autograd accumulates into the parameter. This also applies to parameters that the module puts into
+lists, dicts and dataclasses of its arguments. A parameter that it stores elsewhere (for example in
+an attribute) must not be read after the call: its memory is freed, and not all kernels of torch
+check this.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
 
-# The tensor that a view is a view of; None: it is none.
+# Returns the tensor that a view refers to; None: the argument is not a view.
 _base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 _functorch = torch._C._functorch
@@ -79,7 +79,7 @@ _TransformType = _functorch.TransformType
 _inside_transform = _functorch.peek_interpreter_stack
 
 
-# Modes of torch's selective checkpoints.
+# The dispatch modes of torch's selective checkpoints.
 _SELECTING = (
     torch_checkpoint._CachingTorchDispatchMode,
     torch_checkpoint._CachedTorchDispatchMode,
@@ -88,7 +88,7 @@ _SELECTING = (
 
 @contextmanager
 def _outside_selection() -> Iterator[None]:
-    """Context without the innermost modes of selective checkpoints."""
+    """Returns a context without the innermost dispatch modes of selective checkpoints."""
     taken = []
     while isinstance(_get_current_dispatch_mode(), _SELECTING):
         taken.append(_pop_mode())
@@ -100,8 +100,8 @@ def _outside_selection() -> Iterator[None]:
 
 
 def outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a hook that runs without the dispatch modes of selective checkpoints, which would
-    keep or replace the results of the engine's own operations."""
+    """Returns a hook that runs ``method`` without the dispatch modes of selective checkpoints,
+    which would save or replace the results of the engine's operations."""
 
     @functools.wraps(method)
     def hook(*args: Any) -> Any:
@@ -113,19 +113,20 @@ def outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-# Weak both ways: hooks refer to their module, and a value that holds its key is never collected.
+# Keys and values are weak references: hooks refer to their module, and a value that refers to its
+# key would never be collected.
 _HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]] = weakref.WeakKeyDictionary()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let ``module.name(...)`` gather the module's parameters, as its forward does.
+    """Make calls of ``module.name(...)`` gather the module's parameters, as its forward does.
 
     Args:
-        module: a unit, or the root, of a sharded model.
-        name: the method, such as "generate".
+        module: A unit, or the root, of a sharded model.
+        name: The name of the method, such as "generate".
 
     Raises:
-        ValueError: the module is no unit of a sharded model, or has no such method.
+        ValueError: ``module`` is not a unit of a sharded model, or has no such method.
     """
     hooks = hooks_of(module)
     if hooks is None:
@@ -141,25 +142,26 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 
 def hooks_of(module: nn.Module) -> ModuleHooks | None:
-    """The engine's hooks on ``module``, if it has any."""
+    """Returns the engine's hooks on ``module``; None: it has none."""
     reference = _HOOKS.get(module)
     return reference() if reference is not None else None
 
 
 class _Entered:
-    """One call of a module that has not returned.
+    """A call of a module that has not returned yet.
 
     Attributes:
-        units: The units that the call has entered and has to leave, each with whether its use is
-            recorded.
-        calls: of these units, those whose backward is to come and is not observed by the call of an
-            earlier forward.
-        repeats: it runs within backward, and repeats an earlier call.
-        wants_calls: a backward is to come.
-        alone: the only input, if it is one tensor, and its version.
-        inputs: all inputs, if they are more than that.
-        containers: The inputs that can hold tensors.
-        began: the sequence number of the first function that autograd makes in it.
+        units: The units that the call has entered and must leave, each with whether this use is
+            part of the recorded order.
+        calls: The calls of these units whose backward follows, without units for which a pending
+            call of an earlier forward already observes it.
+        repeats: Whether the call runs within backward and repeats an earlier call.
+        wants_calls: Whether a backward may follow.
+        alone: The input and its version counter, if the only input is one tensor that needs no
+            cast.
+        inputs: The inputs in all other cases.
+        containers: The inputs that can contain tensors.
+        began: The sequence number of the first function that autograd records in the call.
     """
 
     __slots__ = (
@@ -185,35 +187,36 @@ class _Entered:
 
 
 class ModelForward(Protocol):
-    """Called by the hooks of the model itself, around its forwards."""
+    """An object that the hooks of the root module call before and after forwards of the model."""
 
     def begins(self) -> None:
-        """A forward is about to begin."""
+        """Called before a forward begins."""
         ...
 
     def implicit_uses(self) -> Iterable[Unit]:
-        """Units to enter with this forward, as one-off uses."""
+        """Returns the units that this forward must enter as one-off uses."""
         ...
 
     def ends(self) -> None:
-        """A forward is over."""
+        """Called when a forward has ended."""
         ...
 
 
 class ModuleHooks:
-    """The forward hooks of one module: its call enters units, and leaves them when it returns.
+    """The forward hooks of one module. A call of the module enters its units, and leaves them when
+    it returns.
 
     Args:
         scheduler: The scheduler of the units.
         module: The module.
-        casts: floating-point inputs are cast to the first, outputs to the second; None: no cast.
-        engine: kept alive as long as the module, also if the user drops it.
+        casts: The dtypes to which floating-point inputs and outputs are cast; None: no cast.
+        engine: The engine, which lives as long as the module, even if the user drops it.
 
     Attributes:
-        model: Called before and after forwards, if the module is the model itself.
+        model: The object to call before and after forwards, if the module is the root of the model.
         units: The units to which the module belongs.
-        paused: modules hold full main weights (``engine.unsharded()``).
-        was_called: the module has been called, on all ranks.
+        paused: Whether modules hold full main weights (``engine.unsharded()``).
+        was_called: Whether the module has been called on all ranks.
     """
 
     def __init__(
@@ -237,7 +240,7 @@ class ModuleHooks:
         self._register(module)
 
     def _register(self, module: nn.Module) -> None:
-        """Register the hooks on the module: outermost, around the user's own."""
+        """Register the hooks on the module, outside of the user's hooks."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self.before(args, kwargs)
@@ -247,16 +250,16 @@ class ModuleHooks:
 
         _HOOKS[module] = weakref.ref(self)
         if module._compiled_call_impl is not None:
-            # module.compile() was called, which compiles a whole call, with its hooks. Ours are
-            # called around it, so that it remains one graph.
+            # module.compile() compiles a call with its hooks. Our hooks are called outside of the
+            # compiled call, so that it remains one graph.
             module._compiled_call_impl = self.around(module._compiled_call_impl)
             return
         module.register_forward_pre_hook(not_compiled(before), prepend=True, with_kwargs=True)
-        # Also after an exception, so that the units of a forward that fails are left.
+        # The hook is also called after an exception, so that a failed forward leaves its units.
         module.register_forward_hook(not_compiled(after), always_call=True)
 
     def around(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` of the module, as a forward of its units."""
+        """Returns a wrapper that calls ``method`` of the module with the hooks of a forward."""
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -273,11 +276,12 @@ class ModuleHooks:
         return wrapper
 
     def reset(self) -> None:
-        """Drop the calls that an exception ended."""
+        """Drop the calls that an exception has ended."""
         self._entered.clear()
 
     def enter_now(self, unit: Unit) -> bool:
-        """Enter ``unit`` with the module's running call; returns False if there is none."""
+        """Enter ``unit`` with the running call of the module. Returns False if no call runs, or if
+        it repeats an earlier one."""
         if not self._entered or self._entered[-1].repeats:
             return False
         self._enter(self._entered[-1], unit, is_recorded=False)
@@ -286,7 +290,7 @@ class ModuleHooks:
     @not_compiled
     @outside_checkpoints
     def before(self, args: Any, kwargs: Any) -> Any:
-        """The module is called."""
+        """Enter the units of the module and prepare its inputs. The forward pre-hook."""
         if self.paused:
             _refuse_autograd(self.units[0])
             return None
@@ -312,7 +316,7 @@ class ModuleHooks:
             entered.containers = containers_in((*args, *kwargs.values()))
         if not calls and self._input_dtype is None:
             return args, kwargs
-        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # most units, most cheaply
+        if len(args) == 1 and not kwargs and type(args[0]) is Tensor:  # a fast path for most units
             tensor = args[0]
             if self._input_dtype is None or is_of(self._input_dtype, tensor):
                 if not calls:
@@ -336,8 +340,8 @@ class ModuleHooks:
             self._scheduler.repeat(unit)
             if wants_call:
                 self._scheduler.note_run_again(unit)
-            # Calls of the first forward still wait for their backward, unless it ran without
-            # autograd, as the first forward of a re-entrant checkpoint does.
+            # Pending calls of the first forward observe the backward. There are none if that
+            # forward ran without autograd, as in a re-entrant checkpoint.
             wants_call = wants_call and not unit.pending_calls
             if not wants_call:
                 return
@@ -360,9 +364,9 @@ class ModuleHooks:
     @not_compiled
     @outside_checkpoints
     def after(self, output: Any) -> Any:
-        """The module has returned."""
+        """Leave the units of the module and register hooks on its outputs. The forward hook."""
         if self.paused or not self._entered:
-            return None  # entering failed: there is nothing to leave
+            return None  # the pre-hook failed, so there is no unit to leave
         entered = self._entered.pop()
         # See [Note: Casts of autocast].
         torch.clear_autocast_cache()
@@ -400,15 +404,15 @@ class ModuleHooks:
     def _listen_for_backward(
         self, entered: _Entered, calls: list[Call], tensors: Iterable[Tensor]
     ) -> bool:
-        """Register hooks on ``tensors``, through which gradients enter the module; returns whether
-        any will."""
+        """Register hooks on ``tensors``, through which gradients enter the module. Returns whether
+        any of them requires grad, so that a backward may follow."""
         begin = None
         views = entered.inputs.views if entered.inputs is not None else []
         for tensor in tensors:
-            # The gradient of an input that is returned unchanged does not enter the unit.
+            # The gradient of an input that the module returns unchanged does not enter the unit.
             if tensor.requires_grad and not any(tensor is view for view in views):
                 if tensor.grad_fn is None and isinstance(tensor, nn.Parameter):
-                    # It has no function of its own, and would keep the hook of every forward.
+                    # A parameter is a leaf that exists in every forward: hooks on it would add up.
                     continue
                 if begin is None:
                     begin = _begin_backward(self._scheduler, calls, views)
@@ -430,7 +434,7 @@ class ModuleHooks:
     def _listen_for_kept(
         self, entered: _Entered, calls: list[Call], ways_in: Sequence[Tensor]
     ) -> bool:
-        """Register hooks on tensors that the call keeps; returns whether there are any."""
+        """Register hooks on tensors that the call has stored. Returns whether there are any."""
         module, inputs = self._module(), entered.inputs
         assert module is not None
         modules = _children_without_hooks(module)
@@ -448,7 +452,8 @@ class ModuleHooks:
         return self._listen_for_backward(entered, calls, found)
 
     def _note_hidden(self, calls: list[Call], output: Any) -> None:
-        """No output that was found takes part in autograd; one that was not found may."""
+        """Keep units full if the output contains an object in which the engine does not look for
+        tensors. Called if no tensor that was found in the output requires grad."""
         concerned = [call.unit for call in calls if call.has_boundary or call.unit.trainable]
         hidden_in = unknown_part(output) if concerned else None
         if hidden_in is not None:
@@ -462,7 +467,8 @@ class ModuleHooks:
                 )
 
     def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Sequence[Tensor]:
-        """Returns the tensors through which gradients enter the unit."""
+        """Returns the tensors through which gradients enter the unit: outputs, inputs that were
+        changed in place, and tensors that were put into the user's containers."""
         found = [output] if type(output) is Tensor else list(iter_tensors(output))
         if entered.inputs is not None:
             changed = entered.inputs.changed()
@@ -474,7 +480,7 @@ class ModuleHooks:
         if changed:
             for call in calls:
                 call.input_changed = True
-            # Not those that only no_grad() has changed.
+            # Tensors that were changed only under no_grad() have no function of autograd.
             found += [tensor for tensor in changed if tensor.grad_fn is not None]
         return found
 
@@ -488,9 +494,9 @@ class ModuleHooks:
 
 
 def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) -> None:
-    """Register ``begin`` on the function that made the base of a view, if the call made it.
+    """Register ``begin`` on the function that computed the base of a view, if the call ran it.
 
-    An operation in place on the view replaces its function: gradients then pass from the operation
+    An in-place operation on the view replaces its function. Gradients then pass from the operation
     to the function of the base.
     """
     base = _base_of(tensor)
@@ -500,7 +506,8 @@ def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) ->
 
 
 def _children_without_hooks(module: nn.Module) -> Iterator[nn.Module]:
-    """``module`` and its descendants, without those that are called with hooks of their own."""
+    """Yield ``module`` and its descendants, without those that have hooks of the engine, and their
+    descendants."""
     yield module
     for child in module.children():
         if child not in _HOOKS:
@@ -508,9 +515,9 @@ def _children_without_hooks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) -> Any:
-    """Returns ``output`` with copies of the tensors that share memory with parameters of ``units``
-    that are freed between uses. Those in ``containers`` are replaced in place. See
-    [Note: Returned parameters]."""
+    """Returns ``output`` with copies in place of tensors that share memory with parameters of
+    ``units`` that are freed between uses. In ``containers``, such tensors are replaced in place.
+    See [Note: Returned parameters]."""
     freed = {
         key
         for unit in units
@@ -532,8 +539,10 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
 def _begin_backward(
     scheduler: Scheduler, calls: Sequence[Call], views: Sequence[Tensor]
 ) -> Callable[[Any], None]:
-    """Returns the hook of gradients that enter ``calls``; ``views``: inputs of their module."""
-    # Hooks of outputs can hold nodes of inputs; the reverse would be a cycle that keeps the graph.
+    """Returns the hook for gradients that enter ``calls``. ``views`` are the inputs of the module.
+    """
+    # Hooks of outputs may refer to nodes of inputs. References in the opposite direction would form
+    # a cycle that keeps the graph alive.
     nodes = [view.grad_fn for view in views] if len(views) > 1 else []
 
     def begin(grads: Any) -> None:
@@ -548,7 +557,8 @@ def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
 
 
 def _refuse_transform(unit: Unit) -> None:
-    """Tensors made within ``torch.func.grad`` and its kind have no memory that can be sent."""
+    """Raise RuntimeError within ``torch.func.grad``, ``vjp`` and ``jvp``, whose tensors have no
+    memory that collectives could send."""
     differentiates = {_TransformType.Grad, _TransformType.Jvp}
     if any(each.key() in differentiates for each in _functorch.get_interpreter_stack() or ()):
         raise RuntimeError(

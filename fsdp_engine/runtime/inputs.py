@@ -2,7 +2,7 @@
 
 Containers are tuples, lists, dicts, dataclasses and mappings, nested in any way.
 ``torch.utils._pytree`` is not used, because it treats dataclasses and users' mappings as leaves,
-and creates every container anew.
+and copies every container.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor in ``tree``, in a fixed order."""
+    """Yield every tensor in ``tree``, in a fixed order."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -33,14 +33,15 @@ def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def containers_in(values: Iterable[Any]) -> list[Any]:
-    """Those of ``values`` in which :func:`iter_tensors` looks for tensors."""
+    """Returns the containers among ``values``, in which :func:`iter_tensors` looks for tensors."""
     return [
         each for each in values if isinstance(each, (list, tuple, Mapping)) or _is_dataclass(each)
     ]
 
 
 def unknown_part(tree: Any) -> Any:
-    """A part of ``tree`` that may hold tensors that :func:`iter_tensors` does not find; or None."""
+    """Returns a part of ``tree`` in which :func:`iter_tensors` does not look, although it may hold
+    tensors; None: there is no such part."""
     if isinstance(tree, _SIMPLE):
         return None
     if isinstance(tree, (tuple, list, Mapping)) or _is_dataclass(tree):
@@ -55,10 +56,10 @@ _SIMPLE = (torch.Tensor, torch.dtype, torch.device, type(None), int, float, str,
 def map_tensors(
     function: Callable[[torch.Tensor], torch.Tensor], tree: Any, exchange: Exchange | None = None
 ) -> Any:
-    """``tree`` with every tensor replaced; parts in which nothing changed are kept as they are.
+    """Returns ``tree`` with every tensor replaced by ``function`` of it.
 
-    So a container of a user's own class is returned as the same object unless one of its tensors
-    was replaced. Then it is copied; with ``exchange`` it is changed in place, if it can be.
+    A container without replaced tensors is returned as the same object. Other containers are
+    copied. With ``exchange``, mutable containers are changed in place instead.
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
@@ -83,21 +84,23 @@ def map_tensors(
 
 
 class Exchange:
-    """Other tensors in the user's own containers, until it is undone.
+    """A replacement of tensors within the user's containers, which can be undone.
 
-    A module may change a list, dict or dataclass that it is given (a history, a cache), so it has
-    to get that object. Tuples, and other immutable containers, are copied if a tensor in them is
-    replaced.
+    A module may change a list, dict or dataclass that is passed to it (a history, a cache), so it
+    must receive the user's object. Tuples and other immutable containers are copied if a tensor in
+    them is replaced.
 
     Attributes:
-        changed: each container with its new values by ``id``, and the old ones.
+        changed: Each changed container, with the pair (new value, old value) for each ``id`` of a
+            new value.
     """
 
     def __init__(self) -> None:
         self.changed: list[tuple[Any, dict[int, tuple[Any, Any]]]] = []
 
     def undo(self) -> None:
-        """Put the old values back, to wherever in their containers the new ones are."""
+        """Replace the new values by the old ones. A module may have moved new values within their
+        container, so they are found by identity."""
         for tree, old_of in reversed(self.changed):
             for key, value in _slots(tree):
                 if id(value) in old_of:
@@ -106,7 +109,7 @@ class Exchange:
 
 
 def _slots(tree: Any) -> list[tuple[Any, Any]]:
-    """Keys and values of a container; none of any other object."""
+    """Returns the keys and values of a container; an empty list for any other object."""
     if isinstance(tree, list):
         return list(enumerate(tree))
     if isinstance(tree, Mapping):
@@ -135,7 +138,7 @@ def _set(tree: Any, key: Any, value: Any) -> None:
 
 
 def _changed_copy(tree: Any, changes: list[tuple[Any, Any]]) -> Any:
-    """A copy, of the same type and with all its attributes, in which ``changes`` are made."""
+    """Returns a copy of ``tree`` with ``changes`` applied. It has the same type and attributes."""
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
         return type(tree)({**tree, **dict(changes)})  # type: ignore[call-arg]
     made = copy.copy(tree)
@@ -145,13 +148,16 @@ def _changed_copy(tree: Any, changes: list[tuple[Any, Any]]) -> Any:
 
 
 class Inputs:
-    """Arguments of one call, some of them replaced: by casts, and by views for the boundary.
+    """The arguments of one call, in which tensors are replaced by casts and by views with hooks.
 
-    The module gets the user's own containers, which it may be meant to change; they hold the
-    replacements until it returns.
+    The module receives the user's containers, because it may have to change them. They contain the
+    replacements until the module returns.
 
     Args:
-        tree: positional and keyword arguments.
+        tree: The positional and the keyword arguments.
+
+    Attributes:
+        views: The views that :meth:`mark` has created.
     """
 
     __slots__ = ("_casts", "_exchanges", "_given", "_known", "_tree", "views")
@@ -164,20 +170,21 @@ class Inputs:
         self.views: list[Tensor] = []
 
     def cast(self, dtype: torch.dtype) -> None:
-        """Cast floating-point tensors."""
+        """Cast floating-point tensors to ``dtype``."""
 
         def cast(tensor: Tensor) -> Tensor:
             new = cast_to(dtype, tensor)
             if new is tensor:
                 return tensor
             self._known[id(tensor)] = (tensor, version_of(tensor))
-            # One input given twice stays one tensor: modules compare inputs by identity.
+            # A tensor that is passed twice is cast once, as modules compare inputs by identity.
             return self._casts.setdefault(id(tensor), (tensor, new))[1]
 
         self._replace(cast)
 
     def mark(self, listen: Callable[[Tensor], Tensor]) -> None:
-        """Replace tensors that need a gradient by ``listen`` of them, and record the others."""
+        """Replace tensors that require grad by ``listen(tensor)``, and record the version counters
+        of all tensors."""
         views: dict[int, Tensor] = {}
         for tensor in iter_tensors(self._tree):
             self._known[id(tensor)] = (tensor, version_of(tensor))
@@ -188,7 +195,8 @@ class Inputs:
             self._replace(lambda tensor: views.get(id(tensor), tensor))
 
     def take_back(self) -> None:
-        """The module has returned: the user's containers hold the user's tensors again."""
+        """Put the user's tensors back into the user's containers, when the module has returned.
+        In-place changes of casts are copied into the user's tensors."""
         for exchange in reversed(self._exchanges):
             exchange.undo()
         for tensor, cast in self._casts.values():
@@ -196,42 +204,43 @@ class Inputs:
                 tensor.copy_(cast)
 
     def changed(self) -> list[Tensor]:
-        """Inputs that were changed in place."""
+        """Returns the inputs that were changed in place."""
         return [tensor for tensor, version in self._known.values() if version_of(tensor) != version]
 
     def added(self) -> list[Tensor]:
-        """Tensors that the module has put into the user's containers."""
+        """Returns the tensors that the module has put into the user's containers."""
         return [tensor for tensor in iter_tensors(self._given) if id(tensor) not in self._known]
 
     @property
     def arguments(self) -> tuple[Any, Any]:
-        """For the module."""
+        """The positional and keyword arguments for the module."""
         args, kwargs = self._tree
         return args, kwargs
 
     @property
     def given(self) -> Any:
-        """Positional and keyword arguments as the caller gave them."""
+        """The positional and keyword arguments that the caller has passed."""
         return self._given
 
     def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
         args, kwargs = self._tree
         exchange = Exchange()
-        # Keyword arguments come in a dict of this call's own.
+        # The dict of keyword arguments is copied, as it is no container of the user.
         self._tree = tuple(map_tensors(function, each, exchange) for each in (args, dict(kwargs)))
         self._exchanges.append(exchange)
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was changed in place; 0 for tensors of inference mode, which do not tell."""
+    """Returns the version counter of ``tensor``, which in-place changes increase; 0 for tensors of
+    inference mode, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def is_of(dtype: torch.dtype, tensor: Tensor) -> bool:
-    """Whether :func:`cast_to` would leave ``tensor`` as it is."""
+    """Returns whether :func:`cast_to` returns ``tensor`` itself."""
     return tensor.dtype == dtype or not tensor.is_floating_point()
 
 
 def cast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """``tensor`` in ``dtype``, if it is floating-point."""
+    """Cast ``tensor`` to ``dtype`` if it is floating-point."""
     return tensor if is_of(dtype, tensor) else tensor.to(dtype)

@@ -1,7 +1,7 @@
-"""A seam: tensors that a module keeps, and through which gradients can enter its unit.
+"""A seam: the search for tensors that a module stores, through which gradients can enter its unit.
 
-The extension ``kept_tensors`` searches for them. Without it, a unit that computes something after
-its outputs is no longer freed.
+The extension ``kept_tensors`` implements the search. Without it, a unit that computes tensors after
+its outputs stays full.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ next_function = torch.autograd._get_sequence_nr
 
 
 class KeptTensors:
-    """The tensors that calls of one module keep. This class finds none."""
+    """Searches for tensors that calls of one module store. This class finds none."""
 
     def needs_search(self, began: int, outputs: Iterable[Tensor]) -> bool:
-        """Returns whether a call may keep tensors. Here: whether its last function is not that of
-        an output.
+        """Returns whether a call may have stored tensors. This class returns whether the last
+        function of autograd in the call did not compute an output.
 
         Args:
-            began: the sequence number of the call's first function.
-            outputs: the tensors in its output.
+            began: The sequence number of the call's first function of autograd.
+            outputs: The tensors in the output of the call.
         """
         end: int = next_function()
         if end == began:
@@ -36,16 +36,16 @@ class KeptTensors:
     def search(
         self, began: int, outputs: Collection[Tensor], modules: Iterable[nn.Module], arguments: Any
     ) -> tuple[list[Tensor], str | None]:
-        """Search for tensors that a call keeps.
+        """Search for tensors that a call has stored.
 
         Args:
-            began: the sequence number of the call's first function.
-            outputs: the tensors in its output.
-            modules: the module and its children.
-            arguments: the arguments of the call.
+            began: The sequence number of the call's first function of autograd.
+            outputs: The tensors in the output of the call.
+            modules: The module and its descendants.
+            arguments: The arguments of the call.
 
         Returns:
-            The tensors that were found; and, if one was computed after these and the outputs that
-            was not found, a text about it, for messages.
+            The tensors that were found, and a text for messages if the call computed a tensor after
+            these and the outputs that was not found, else None.
         """
         return [], "others (the extension kept_tensors, which finds them, is missing)"

@@ -1,11 +1,11 @@
-"""Entries of the model without valid values.
+"""Parameters and buffers of a model that have no valid values.
 
 [Note: Missing values]
-Forwards and saves raise until missing values are loaded. Two cases leave tensors without values:
-``shard(..., initial_values="empty")`` only allocates their memory, and a load that fails half way
-replaces some of them. A load writes directly into the parameters, because a second copy would not
-fit into memory. Everything that can be checked in advance is checked in advance; a damaged block or
-a failing disk is found only while reading.
+Forwards and saves raise an error until missing values are loaded. There are two causes:
+``shard(..., initial_values="empty")`` allocates tensors without values, and a load that fails half
+way has replaced only some of the values. A load writes directly into the parameters, because a
+second copy would not fit into memory. It checks as much as possible before it writes, but a damaged
+block or a failing disk is detected only while reading.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.utils.hooks import RemovableHandle
 
 
 class MissingValues:
-    """The entries of one model that have no valid values.
+    """The entries of one model's state that have no valid values.
 
-    While there are any, each module of the model has a forward pre-hook that raises.
+    While there are any, each module of the model has a forward pre-hook that raises an error.
 
     Args:
-        model: the sharded model.
+        model: The sharded model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,13 +40,13 @@ class MissingValues:
         """Check that all entries have values.
 
         Raises:
-            RuntimeError: some have none; the message says why, and how to load them.
+            RuntimeError: Entries have no values. The message says why, and how to load them.
         """
         if self._keys:
             raise RuntimeError(self._message)
 
     def mark_empty(self, names: Iterable[str]) -> None:
-        """Mark entries that have memory and no values, because none were loaded yet.
+        """Mark entries that have memory but no values, because none were loaded yet.
 
         Args:
             names: The names of the entries in ``model.state_dict()``.
@@ -60,13 +60,15 @@ class MissingValues:
 
     @contextmanager
     def replacing(self, keys: Iterable[Hashable]) -> Iterator[None]:
-        """Context in which a load replaces entries. An exception marks all of them as missing.
+        """Returns a context in which a load replaces entries. An exception within the context marks
+        all of these entries as missing.
 
-        Entries that were missing before and are not among ``keys`` stay missing, so the model is
+        Entries that were missing before and are not among ``keys`` stay missing. So the model is
         usable again when every entry of every failed load has been replaced.
 
         Args:
-            keys: names in ``model.state_dict()``; other hashable keys for state outside the model.
+            keys: Names in ``model.state_dict()``, or other hashable keys for state outside of the
+                model.
         """
         replaced = set(keys)
         before, message = self._keys, self._message

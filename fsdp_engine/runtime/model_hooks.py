@@ -1,21 +1,22 @@
-"""The hooks on a model's modules that enter units, also units that are read without a call.
+"""The hooks on all modules of a model, and the units that are read without a call of a module.
 
-Modules beside blocks are often read by the forward around them: a head that multiplies with
-``self.embedding.weight``, a scale in a module of its own. Such a unit has to be unsharded while the
-model's forward runs. Execution shows which units these are:
+The model's forward often reads weights of modules beside blocks without calling these modules, as
+in a head that multiplies with ``self.embedding.weight``. The units of such modules must be
+unsharded while the model's forward runs. The first forwards show which units these are:
 
 - In the first forward, all units with modules outside of blocks (*loose* modules) are entered with
-  the model. Units whose loose modules were all called (a block is called, or not used) are entered
-  by their own calls from then on.
-- Where the forward reads a sharded parameter of such a unit (``WatchedParameters`` in
+  the model. If all loose modules of a unit were called, only calls enter the unit from then on.
+  (Blocks are always entered by calls.)
+- If the forward reads a sharded parameter of such a unit (``WatchedParameters`` in
   ``units/installing.py``), or a function receives one, the unit is entered at that moment, and
-  the read returns the full parameter. A sharded unit is entered with the model from the next
-  forward on, so that it is gathered once, and prefetched; any other unit is entered by each read,
-  so that work before the read does not wait for it.
+  the read returns the full parameter. From the next forward on, a unit that is sharded between uses
+  is entered with the model, so that it is gathered once and prefetched. Any other unit is entered
+  by each read, so that work before the read does not wait for it.
 
-Other units are read, too: a diffusion model can call the modulation of a block before the block.
-The function that receives a sharded parameter of such a unit enters it with the model's forward.
-The unit is then unsharded until that forward returns; a warning says so once, if it is sharded.
+Parameters of blocks can also be read without a call: a diffusion model may call the modulation of a
+block before the block. A function that receives such a sharded parameter enters the unit with the
+model's forward. The unit is then full until that forward returns; if its parameters are sharded, a
+warning says so once.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ from fsdp_engine.runtime.unit import Unit
 
 
 class ImplicitUses:
-    """See the module docstring.
+    """Enters units that the model's forward reads without a call. See the module docstring.
 
     Args:
-        root: the hooks of the model itself.
-        units: all of them.
-        hooks_of: The hooks of each unit that has loose modules.
-        check: called before each forward of the model.
-        scheduler: The scheduler of the engine. While ranks may use different units, they are
-            entered by calls and reads, and nothing is learnt from them.
+        root: The hooks of the root module.
+        units: All units of the model.
+        hooks_of: The hooks of the loose modules of each unit that has some.
+        check: A function that is called before each forward of the model.
+        scheduler: The scheduler of the engine. While ranks may use different units, units are
+            entered only by calls and reads, and these do not change how later forwards enter them.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ImplicitUses:
         self.begins = check
         self._root = root
         self._hooks_of = hooks_of
-        # Not all of their loose modules have been called: entered with the model.
+        # Units that have loose modules which were not called yet. They are entered with the model.
         self._uncalled = [unit for unit, hooks in hooks_of.items() if root not in hooks]
         self._is_first = True
         self._warned: set[Unit] = set()
@@ -64,13 +65,13 @@ class ImplicitUses:
                 buffer.reads.on_read = lambda unit=unit: self.read(unit)
 
     def implicit_uses(self) -> list[Unit]:
-        """Units to enter with this forward of the model, as one-off uses."""
+        """Returns the units that this forward of the model must enter as one-off uses."""
         return self._uncalled if self._is_first and not self._scheduler.ranks_differ else []
 
     def ends(self) -> None:
-        """The model's forward is over: units whose loose modules were all called are entered by
-        calls alone from now on. (They may also have been read, so their next backward gathers
-        them.)
+        """Called when the model's forward has ended. Units whose loose modules were all called are
+        entered only by calls from now on. (The forward may also have read them without a call, so
+        the next backward still gathers them.)
         """
         if not self._uncalled or self._scheduler.ranks_differ:
             return
@@ -83,8 +84,8 @@ class ImplicitUses:
         self._is_first = False
 
     def read(self, unit: Unit) -> bool:
-        """A sharded parameter of ``unit`` is read: gather the unit, if the model's forward runs;
-        returns whether it is unsharded."""
+        """Gather ``unit``, of which a sharded parameter is read, if the model's forward runs.
+        Returns whether the unit is unsharded now."""
         if unit.uses:
             return True
         if not self._root.enter_now(unit):
@@ -105,13 +106,13 @@ class ImplicitUses:
 
 
 class ModelHooks:
-    """See the module docstring.
+    """The hooks on all modules of a model. See the module docstring.
 
     Args:
-        units: all of them, the root first.
+        units: All units of the model, the root first.
         scheduler: The scheduler of the engine.
-        check: called before each forward of the model.
-        engine: kept alive as long as the modules.
+        check: A function that is called before each forward of the model.
+        engine: The engine, which lives as long as the modules.
     """
 
     def __init__(
@@ -127,13 +128,14 @@ class ModelHooks:
         for unit in units:
             beside = set(unit.loose)
             casts = (unit.input_dtype, unit.output_dtype)
-            # The root is always seen, since its forward frames all others.
+            # The root always has hooks, because its forward contains all others.
             is_seen = unit is root or unit.reshards or unit.needs_refresh
             if not is_seen and casts == (None, None):
                 continue
-            # All of its modules, or none: a unit's gradients have come when all calls are over.
+            # Either all modules of a unit have hooks or none has: the gradients of the unit are
+            # complete when the backwards of all its calls have ended.
             for module in unit.modules:
-                # Modules beside blocks get inputs that the model's forward has computed.
+                # Inputs of modules beside blocks are not cast: the model's forward computed them.
                 dtypes = (None, unit.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)
@@ -146,16 +148,16 @@ class ModelHooks:
 
     @property
     def modules(self) -> Iterable[nn.Module]:
-        """Those that are hooked."""
+        """The modules that have hooks."""
         return self._hooks
 
     def pause(self, unit: Unit, *, paused: bool) -> None:
-        """Whether calls of the unit's modules are let through as they are."""
+        """Set whether calls of the unit's modules run without entering units."""
         for module in unit.modules:
             if module in self._hooks:
                 self._hooks[module].paused = paused
 
     def reset(self) -> None:
-        """Forget forwards that an exception ended."""
+        """Drop the forwards that an exception has ended."""
         for hooks in self._hooks.values():
             hooks.reset()

@@ -106,7 +106,7 @@ class Level:
         return 1.0 / size if self.shards(role) else 1.0
 
     def traffic(self, size: int) -> Traffic:
-        """Returns the traffic along an axis of ``size`` ranks, by the module docstring's formula."""
+        """Returns the traffic along an axis of ``size`` ranks; formulas: module docstring."""
         raise NotImplementedError
 
 
