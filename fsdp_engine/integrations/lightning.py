@@ -194,7 +194,8 @@ class FSDPEngineStrategy(DDPStrategy):
         """Shard the model; configure optimizers over the sharded parameters. Collective.
 
         Raises:
-            TypeError: the module was compiled as a whole by ``torch.compile``.
+            TypeError: The module was compiled as a whole by ``torch.compile``, or a callback
+                averages the weights of a copy of it.
             Exception: see :func:`fsdp_engine.shard`; on all ranks.
         """
         assert self.accelerator is not None
@@ -206,6 +207,14 @@ class FSDPEngineStrategy(DDPStrategy):
                 "model: expected a LightningModule that is not compiled as a whole; found one. "
                 "Compile its blocks instead: block.compile()"
             )
+        for each in getattr(trainer, "callbacks", ()):
+            # The class is new in Lightning 2.6.
+            if any(kind.__name__ == "WeightAveraging" for kind in type(each).__mro__):
+                raise TypeError(
+                    f"callbacks: expected none that averages a copy of the module, since a sharded "
+                    f"model is not copied; found {type(each).__name__}. Update fe.EMA(engine) in "
+                    "on_train_batch_end, and evaluate within ema.swapped()"
+                )
         if hooks_of(module) is None:
             if self._layer_sync is not None:
                 module = self._layer_sync.apply(module)  # type: ignore[assignment]

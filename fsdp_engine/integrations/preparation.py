@@ -36,8 +36,8 @@ def check_num_processes(found: int, advice: str) -> None:
         advice: How to make it count the ranks on CPUs.
 
     Raises:
-        ValueError: It counts other ones. Under torchrun on CPUs it counts a single process, unless it
-            is told to use CPUs, and all ranks would train on the same batches.
+        ValueError: It counts other ones. Under torchrun on CPUs it counts a single process, unless
+            it is told to use CPUs, and all ranks would train on the same batches.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     expected = dist.get_world_size() if dist.is_initialized() else launched

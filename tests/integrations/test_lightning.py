@@ -12,7 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_summary import ModelSummary
@@ -441,6 +446,9 @@ REFUSED: dict[type[Exception], dict[str, Callable[[], object]]] = {
         "not compiled as a whole": lambda: fit(torch.compile(make(), backend="eager"), by_engine()),
         "units: expected module": lambda: fit(make(), by_engine(units=dist.get_rank() or None)),
         "checkpoint_io: expected none": lambda: by_engine_with(TorchCheckpointIO()),
+        "callbacks: expected none that averages": lambda: fit(
+            make(), by_engine(), callbacks=[EMAWeightAveraging()]
+        ),
     },
     ValueError: {
         "strategy: expected one of no_shard": lambda: fit(make(), by_engine("everything")),

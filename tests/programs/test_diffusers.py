@@ -148,3 +148,34 @@ def test_a_model_is_trained_and_saved_and_diffusers_reads_it(
         torch.testing.assert_close(one["saved"], weights, rtol=1e-3, atol=1e-4)
         torch.testing.assert_close(read_by_diffusers, one["saved"], rtol=0, atol=0)
         torch.testing.assert_close(one["loaded"], one["saved"], rtol=0, atol=0)
+
+
+def averaged(level: str | None) -> list[Tensor]:
+    """Outputs with the averages of diffusers' ``EMAModel``, and with the trained weights again."""
+    as_launched()
+    from diffusers.training_utils import EMAModel
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+    if level is not None:
+        fe.shard(model, strategy=level, options=fe.Options(min_unit_size=0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ema = EMAModel(model.parameters(), decay=0.9)
+    batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.step(model.parameters())
+    ema.store(model.parameters())
+    ema.copy_to(model.parameters())
+    with_averages = model(batch).detach()
+    ema.restore(model.parameters())
+    return [with_averages, model(batch).detach()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_averages_of_diffusers_are_those_of_one_process(ranks: Ranks, level: str) -> None:
+    expected = ranks.run(averaged, None, world_size=1, group=False)[0]
+    for found in ranks.run(averaged, level, world_size=2):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

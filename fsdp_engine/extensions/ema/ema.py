@@ -6,6 +6,7 @@ is one or two operations for each flat buffer, whatever the number of parameters
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
-from fsdp_engine.optim.step_listeners import add_step_listener
+from fsdp_engine.optim.step_listeners import add_step_check
 
 _SHADOW = "shadow"
 _BUFFERS = "buffers"
@@ -102,14 +103,13 @@ class EMA:
         self.num_updates = 0
         self._num_calls = 0
         self._engine = engine
-        self._is_swapped = False
         self._averages = [
             _Average(buffer, dtype) for buffer in engine.buffers if buffer.grads is not None
         ]
         self._buffers: dict[str, Tensor] = {}
         if average_buffers:
             self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers().items()}
-        add_step_listener(self)
+        add_step_check(_refuse_averages)
 
     @torch.no_grad()
     def update(self) -> None:
@@ -158,8 +158,8 @@ class EMA:
                 stack.enter_context(average.in_model())
             for name, buffer in self._buffers.items():
                 stack.enter_context(_replaced(current[name], buffer))
-            self._is_swapped = True
-            stack.callback(setattr, self, "_is_swapped", False)
+            _SWAPPED.add(self)
+            stack.callback(_SWAPPED.discard, self)
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,25 +203,13 @@ class EMA:
         self._num_calls = int(state_dict["num_calls"])
         self.num_updates = int(state_dict["num_updates"])
 
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Called before each step of any optimizer.
-
-        Raises:
-            RuntimeError: It would step averages.
-        """
-        if self._is_swapped and self._engine.is_stepped_by(optimizer):
-            self._check_not_swapped("optimizer.step()")
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Called after each step of any optimizer."""
-
     def _decay_now(self) -> float:
         if not self.warmup:
             return self.decay
         return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
 
     def _check_not_swapped(self, what: str) -> None:
-        if self._is_swapped:
+        if self in _SWAPPED:
             raise RuntimeError(
                 f"{what}: expected the trained weights in the model; found averages, "
                 "within EMA.swapped(). Leave the context first"
@@ -234,6 +222,17 @@ class EMA:
             for name, buffer in self._engine.model.named_buffers()
             if buffer.is_floating_point()
         }
+
+
+# The averages that models have at the moment.
+_SWAPPED: weakref.WeakSet[EMA] = weakref.WeakSet()
+
+
+def _refuse_averages(optimizer: Optimizer) -> None:
+    """Check, before a step of any optimizer, that it does not step averages."""
+    for each in list(_SWAPPED):
+        if each._engine.is_stepped_by(optimizer):
+            each._check_not_swapped("optimizer.step()")
 
 
 @contextmanager
@@ -268,6 +267,7 @@ class _Average:
         memory = buffer.context.memory
         if main.tensor.device == memory.device:
             self._flat = memory.persistent(main.tensor.numel(), dtype, _ROLE)
+            weakref.finalize(self, memory.give_back, self._flat, _ROLE)
         else:  # offloaded
             self._flat = allocator.zeros(main.tensor.numel(), dtype, main.tensor.device)
         self._flat.copy_(main.tensor)

@@ -56,9 +56,7 @@ def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None
                 name = f"{prefix}.{attribute}" if prefix else attribute
                 places[is_expert_module][name] = module, attribute
     for of_experts, own in places.items():
-        ranks = experts if of_experts and experts is not None else mesh
-        if ranks is mesh or experts is not None:
-            _broadcast(own, ranks)
+        _broadcast(own, experts if of_experts and experts is not None else mesh)
 
 
 def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> None:

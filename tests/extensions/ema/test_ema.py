@@ -185,11 +185,24 @@ def test_bad_arguments_and_calls_are_refused() -> None:
             ema.load_state_dict(given)
     model(*batch(0)).backward()
     with ema.swapped():
-        for inside in (ema.update, ema.state_dict, optimizer.step, ema.swapped().__enter__):
+        for inside in (
+            *(ema.update, ema.state_dict, optimizer.step, ema.swapped().__enter__),
+            lambda: optimizer.step(lambda: 0.0),
+        ):
             with pytest.raises(RuntimeError, match=r"within EMA\.swapped\(\)"):
                 inside()
     optimizer.step()
     ema.update()
+
+
+@on_ranks(2)
+def test_memory_of_averages_is_counted_until_they_are_deleted() -> None:
+    _, engine, _ = build(odd_model, {})
+    before = engine.memory_bytes()
+    ema = fe.EMA(engine)
+    assert engine.memory_bytes()["ema"] > 0
+    del ema
+    assert engine.memory_bytes() == before
 
 
 @on_ranks(2)

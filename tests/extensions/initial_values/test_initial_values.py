@@ -312,6 +312,19 @@ def test_experts_are_compared_among_the_ranks_that_share_them() -> None:
         assert torch.equal(model[2].weight.full_tensor(), expected)
 
 
+@on_ranks(4)
+def test_buffers_of_experts_are_those_of_the_first_rank_that_shares_them() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "data"))
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    for parameter in model[1].parameters():
+        parameter.allreduce = False  # type: ignore[attr-defined]
+    for norm in model:
+        norm.running_mean.fill_(dist.get_rank())
+    fe.shard(model, expert_mesh=grid["data"], initial_values="rank0")
+    assert model[0].running_mean.unique().tolist() == [0.0]
+    assert model[1].running_mean.unique().tolist() == [float(dist.get_rank() // 2 * 2)]
+
+
 def test_a_checksum_tells_values_and_their_order_apart() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.bool, torch.complex64):
         for shape in ((), (0,), (7,), (3, 5), (130, 65), (4099, 3)):
