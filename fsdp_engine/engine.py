@@ -378,8 +378,8 @@ class Engine:
     def reset(self) -> None:
         """Drop the running forward or backward after an exception. Weights are not changed.
 
-        Accumulated gradients are dropped. Every rank must call this method, also without an
-        exception of its own, because all ranks lose the microbatch.
+        Accumulated gradients are dropped. Every rank must call this method, even if it raised no
+        exception itself, because all ranks lose the microbatch.
         """
         finish_pending_steps()
         ended = [self.lanes.drain(), *(part.drain() for part in self.parts)]

@@ -7,7 +7,7 @@ names that the extension adds to the package and to the engine. They are importe
 use.
 
 The kernel calls an extension at a *seam*: an object for which the kernel has a plain class, and the
-extension another one. ``docs/design.md`` lists the seams.
+extension has a class of its own. ``docs/design.md`` lists the seams.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Extension:
         codecs: Public names of ``fsdp_engine.codecs`` that are imported from the folder.
         methods: Attributes of :class:`~.engine.Engine` that are imported from the folder: functions
             whose first argument is the engine, and properties.
-        classes: Pairs of the name of a class of the kernel, and the module and name of the subclass
-            in the folder that replaces it. See :func:`implementation`.
-        places: Names of other memory than that of the device and the host.
+        classes: Pairs of two names: a class of the kernel, and the subclass that replaces it, as
+            "module.Class" within the folder. See :func:`implementation`.
+        places: Names of places of memory, in addition to "device" and "host".
             :meth:`.Engine.memory_bytes` returns the bytes that are held there.
         deprecated: Deprecated arguments of ``fe.shard`` that select the extension, and their
             replacements. ``from_argument(value)`` in the folder returns the selected extensions.
-        advice: Pairs of the beginning of an operation's name, and a text for errors of operations
-            with such a name.
+        advice: Pairs of a prefix and a text. The text is added to errors of operations whose names
+            begin with the prefix.
         registers: Whether the folder has a function ``register()``, which is called when the
             module ``engine`` is imported.
         files: Modules outside of the folder that belong to the extension, because users import
@@ -209,7 +209,7 @@ def find_name(name: str) -> Any:
 
 
 def other_places() -> Iterator[str]:
-    """Returns the names of memory that extensions use in addition to the device and the host."""
+    """Returns the names of places of memory that extensions add to "device" and "host"."""
     return (place for each in EXTENSIONS for place in each.places)
 
 

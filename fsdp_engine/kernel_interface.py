@@ -1,6 +1,6 @@
 """The names of the kernel that the planner uses.
 
-The planner imports no others, so that it does not depend on how the kernel is divided into files.
+The planner imports no other names, so it does not depend on how the kernel is divided into files.
 ``tests/test_architecture.py`` checks this. The names are:
 
 - the backend with its lanes and allocations, which a simulation replaces, and the hardware, on

@@ -101,9 +101,9 @@ def shard(
             inner group are consecutive. None: all ranks on one axis.
         strategy: Level of the inner axis: "no_shard", "optim", "optim_grads" or
             "optim_grads_params". None: "optim_grads_params". Or a plan returned by ``fe.plan``,
-            equal on all ranks, whose fastest candidate that fits into memory (on ``mesh``, if
-            given) is used. The plan also sets ``units``, ``mp_policy`` and ``options`` unless they
-            are given, and adds its extensions to ``extensions``.
+            which must be equal on all ranks: its fastest candidate that fits into memory is used
+            (on ``mesh``, if given). The plan also sets ``units``, ``mp_policy`` and ``options``
+            unless they are given, and adds its extensions to ``extensions``.
         outer_strategy: Level of the outer axis, at most ``strategy``. None: "no_shard".
         units: Modules that are gathered and reduced together, one or several of: module classes,
             modules, name patterns such as "blocks.*", and functions that take a name and a module
@@ -252,8 +252,8 @@ def make_engine(
 
     Args:
         timing: When gradients are reduced and weights are gathered.
-        num_rows: Size of the outer axis, if ``mesh`` has one axis or is None. The ranks are divided
-            into this many groups of consecutive ranks, which are the inner axis.
+        num_rows: Size of the outer axis, if ``mesh`` has one axis or is None. Consecutive ranks
+            form an inner group.
         initial_values: As for :func:`shard`, or ``FIRST_PARAMETERS``.
         what: The name of the function that the user has called, for messages.
         model, mesh, levels, policy, options, units, expert_mesh, extensions: See :func:`shard`.
@@ -284,7 +284,7 @@ def make_engine(
         if (name := engine_within(model) or owned_within(model)) is not None:
             raise ValueError(
                 "model: expected one that was not sharded before; found "
-                f"{name} in the hands of another engine"
+                f"that another engine has sharded {name}"
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
@@ -366,7 +366,7 @@ def check_extensions(extensions: object) -> tuple[EngineExtension, ...]:
 
 
 def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
-    """Returns the size of each axis of ``mesh``, and the levels along them."""
+    """Returns the sizes of the axes of ``mesh``, and the levels along the axes."""
     sizes = {axis: mesh.axis(axis).size for axis in Axis}
     return AxisPlan(sizes, levels.on(mesh.outer.size))
 

@@ -94,9 +94,9 @@ class ReductionChains:
 
     Each microbatch reduces the staging buffer into the accumulation buffer, along the axes over
     which gradients are sharded. The last microbatch reduces the accumulation buffer in place along
-    the other axes; if gradients are sent in another dtype, through the communication buffer. Where
-    sums have a wider dtype than sent gradients, only the summands are cast to the narrower dtype;
-    the sums are not.
+    the other axes. If gradients are sent in another dtype, it copies them into the communication
+    buffer first. Where sums have a wider dtype than sent gradients, only the summands are cast to
+    the narrower dtype; the sums are not.
 
     Attributes:
         overwriting: The reductions of the first microbatch of a step, which overwrite the
@@ -326,8 +326,8 @@ class GradientMemory:
         the next step will write them.
 
         Args:
-            looks: Check whether the user holds tensors even if the memory is resident, so that the
-                check does not decide whether it is freed.
+            looks: Check whether the user holds tensors even if the memory is resident, and is not
+                freed in either case.
         """
         tensors.forget_zeroed()
         if self.is_resident:
@@ -364,7 +364,7 @@ class GradientMemory:
         return staged
 
     def allocate_comm(self) -> bool:
-        """Allocate the communication buffer. Returns whether the buffer needs one."""
+        """Allocate the communication buffer, if there is one. Returns whether there is one."""
         if self._comm is None:
             return False
         compute, label = self._context.lanes.compute, self._spec.label

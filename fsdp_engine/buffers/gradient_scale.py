@@ -3,7 +3,7 @@
 [Note: Averaging]
 Each rank computes the gradient of its own mean loss. The optimizer gets the gradient of the mean of
 these losses over all ranks. The factor ``1 / (ranks * extra divisor)`` is applied once, while
-gradients are written. With ``average_in_collective``, the collectives divide by the ranks of each
+gradients are written. With ``average_in_collective``, the collectives divide by the size of each
 axis, and only the extra divisor is applied while gradients are written. With
 ``scale_while_copying=False`` (Megatron-Core's ``gradient_reduce_div_fusion=False``), a separate
 pass before the first reduction applies the factor instead.
@@ -106,8 +106,8 @@ def gradient_scale(
 
 
 def _is_rounded_once(factor: float, dtype: torch.dtype, written: torch.dtype) -> bool:
-    """Returns whether the product of a gradient in ``dtype`` and a Python number, which torch
-    computes in ``dtype``, is exact enough to be rounded only when it is written in ``written``."""
+    """Returns whether a gradient in ``dtype`` can be multiplied by a Python number, which torch
+    does in ``dtype``, without rounding the product before it is written in ``written``."""
     if factor == 1.0 or dtype == written or dtype.itemsize > written.itemsize:
         return True
     # A power of two changes only the exponent. The range of exponents of fp16 is smaller than that

@@ -120,7 +120,8 @@ class StepGradients:
         num_published: Number of published gradients that the user has not set to None.
         earlier: Reduced gradients that are added when the next reduction is done, by index of the
             parameter. See [Note: Gradients between backwards] in ``published_gradients.py``.
-        penalties: The same for gradients that autograd accumulates into sharded parameters.
+        penalties: Gradients that autograd has accumulated into sharded parameters, by index of the
+            parameter. They are added when the next reduction is done.
         versions: Version counters of the published gradients when they were published between
             microbatches; empty: sums are reduced.
         full_values: Full gradients, if every rank has gathered them; None: not gathered.
@@ -244,7 +245,7 @@ class Gradients:
         if self._memory.tensors is not None and scale.boost != self._scale.boost:
             raise RuntimeError(
                 f"gradient divisor of {spec.label}: expected it to be set before the first "
-                "backward, since gradients travel in fp16; found a backward behind"
+                "backward, since gradients are sent in fp16; found that a backward has run"
             )
         self._scale = scale
 

@@ -1,4 +1,4 @@
-"""The weights and gradients of a homogeneous group of parameters, and the tensors for its users.
+"""The weights and gradients of a homogeneous group of parameters, for modules and for users.
 
 *Homogeneous* means: one codec, the same dtypes, all trainable or all frozen, one gradient divisor,
 and the same ranks. Each parameter has three tensors:
@@ -71,7 +71,7 @@ class GradientListener(Protocol):
         ...
 
     def renew(self) -> None:
-        """Register hooks on the gradient accumulators of another current stream."""
+        """Register hooks on new gradient accumulators, after the current stream has changed."""
         ...
 
     def arrived(self, index: int, param: Tensor) -> None:
@@ -220,8 +220,8 @@ class ParamAndGradBuffer:
 
     @property
     def _num_rows(self) -> int:
-        """Number of inner groups if the device mesh has one axis, but main weights are sharded only
-        within each of several inner groups; else 1."""
+        """Number of inner groups, if the device mesh has one axis and main weights are sharded
+        within each inner group; else 1."""
         has_rows = self.mesh.device_mesh.ndim == 1 and self.spec.optim_depth == 1
         return self.mesh.outer.size if has_rows else 1
 
@@ -312,8 +312,8 @@ class ParamAndGradBuffer:
         return None
 
     def run_hooks(self) -> None:
-        """Run users' hooks on published gradients, and add earlier gradients to these. See
-        :class:`ParamHooks`."""
+        """Run users' hooks on published gradients, add earlier gradients to the results, and run
+        users' hooks on parameters. See :class:`ParamHooks`."""
         self.hooks.run_on_gradients(self.sharded_params)
         self.published.add_earlier()
         self.hooks.run_on_params(self.sharded_params)
@@ -384,8 +384,8 @@ class ParamAndGradBuffer:
         grads = self.grads.optim_grads if self.grads is not None else None
         if grads is None:
             return []
-        # A DTensor is distributed over all ranks of the model, other parameters over the mesh of
-        # this buffer and over all ranks beside each rank of the mesh.
+        # A DTensor is distributed over all ranks of the model. Any other parameter is sharded over
+        # the mesh of this buffer, for each rank of which there are `num_others` ranks of the model.
         parts, sharing = self.layout.num_shards, self.mesh.size * num_others
         return [
             (grads[start:stop], num_ranks // (parts * shards) if shards else sharing // parts)
@@ -394,9 +394,9 @@ class ParamAndGradBuffer:
 
     @cached_property
     def _runs(self) -> list[tuple[int, int, int]]:
-        """Ranges of this rank's shard, as (start, stop, number of shards). The number is that of
-        shards of its DTensors over mesh dimensions other than the engine's; 0: its parameters are
-        plain tensors. A range may include padding, which is zero."""
+        """Ranges (start, stop, n) of this rank's shard. Mesh dimensions other than the engine's
+        divide the DTensors of the range into n shards; n is 0 if its parameters are plain tensors.
+        A range may include padding, which is zero."""
         depth, at = self.spec.optim_depth, self.mesh.coordinate
         base, stop = self.layout.range(depth, at)
         if not self.has_dtensors:

@@ -66,8 +66,8 @@ class FoundGradients:
 class PublishedGradients:
     """Publishes ``.grad`` of one buffer's parameters. See the module docstring.
 
-    A model may have many small parameters, so each backward inspects them by functions in C
-    (``map``, ``any``). Python code runs only for gradients that users have changed.
+    A model may have many small parameters, so each backward inspects their gradients by functions
+    in C (``map``, ``any``). Python code runs only for gradients that users have changed.
 
     Args:
         params: The parameters that users see.
@@ -104,8 +104,8 @@ class PublishedGradients:
         """Inspect ``.grad`` when a backward begins. See [Note: Gradients between backwards].
 
         Args:
-            reduced: Gradients are reduced. False: they are accumulated over microbatches and not
-                reduced, or cleared.
+            reduced: Gradients are reduced. False: they are only accumulated over microbatches, or
+                cleared.
             hooked: Indices of parameters with hooks on their gradients.
 
         Raises:
@@ -214,7 +214,7 @@ class PublishedGradients:
         step.versions = [] if reduced else tensors.versions()
 
     def add_earlier(self) -> None:
-        """Add earlier gradients to the published ones, after hooks have run on these."""
+        """Add earlier gradients to published gradients, after users' hooks on gradients."""
         step = self._gradients.step
         if step is None:
             return
@@ -391,8 +391,8 @@ class PublishedGradients:
     def _look_at_others(
         self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]
     ) -> None:
-        """Take the ``.grad`` of parameters ``others``, which is not the published tensor: None
-        clears the gradient, another tensor becomes an earlier gradient."""
+        """Process parameters ``others``, whose ``.grad`` is not the published tensor: None clears
+        the gradient, another tensor becomes an earlier gradient."""
         for index in others:
             grad = found[index]
             step.sums[index] = 0

@@ -10,8 +10,8 @@ reduction by a smaller one. Both run in place, one axis after the other:
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-Each adds one submission per axis to a chain (``comm/lanes.py``), on the lane of that axis. Chains
-are built once. Along an axis of one rank nothing is sent.
+A gather or reduction adds one submission per axis to a chain (``comm/lanes.py``), on the lane of
+that axis. Chains are built once. Along an axis of one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -344,8 +344,8 @@ def _all_reduce(
 ) -> None:
     lane = context.lanes.reduce(axis)
     # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
-    # reduce-scatter of the communicator is followed by an all-gather. (Where the dtypes agree, the
-    # all-reduce of gloo, too, is as fast as these two, and the host need not drive it in between.)
+    # reduce-scatter of the communicator is followed by an all-gather. (Otherwise gloo's all-reduce
+    # is used, too: it is as fast as these two, and the host need not drive it in between.)
     if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
         operation = partial(comm.all_reduce, tensor, average=how.average)
         _add_reduction(chain, lane, "all-reduce", axis, tensor, tensor, operation, how)

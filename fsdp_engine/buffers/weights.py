@@ -3,9 +3,9 @@
     main[OPTIM] --encode--> wire[PARAM] --gather--> full
 
 ``main`` are the main weights, ``wire`` the encoded weights that are sent, and ``full`` the gathered
-compute weights; OPTIM and PARAM are their depths. The depths and the codec determine which of these
-are held between uses. There is a class for each case, which :func:`make_weights` chooses. A codec
-can have a class of its own.
+compute weights. OPTIM and PARAM are the depths of the optimizer state and of the parameters. These
+depths and the codec determine which weights are held between uses. There is a class for each case,
+which :func:`make_weights` chooses. A codec can have a class of its own.
 
     ======================  ============================  ====================================
     case                    held between uses             allocated from gather to free
@@ -237,7 +237,8 @@ class Weights:
 
         Args:
             refreshed: The ticket of a refresh, which gathers must follow; empty: no refresh.
-            stepped: The tickets of a pending optimizer step, which a refresh follows already.
+            stepped: The tickets of a pending optimizer step. Without a refresh, which follows them
+                itself, gathers must follow them.
             is_held: The parameters are gathered already.
         """
         if is_held:

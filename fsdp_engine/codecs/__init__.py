@@ -10,7 +10,7 @@ __all__ = ["CastCodec", "CodecRule", "ParamCodec", "Piece"]
 
 
 def __getattr__(name: str) -> Any:
-    """Returns an object that an extension has: see ``extension_list.py``."""
+    """Returns an object that an extension defines: see ``extension_list.py``."""
     found = find("codecs", name)
     if found is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

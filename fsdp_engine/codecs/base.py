@@ -65,12 +65,12 @@ class ParamCodec(ABC):
         wire_dtype: Dtype of the gathered elements.
         is_identity: Whether main weights and wire have the same bytes, so that main weights may be
             a view of the wire.
-        encodes_shards: Whether :meth:`encode` accesses only the memory of its arguments, so that
-            main weights may be offloaded and copied to the device for it.
+        encodes_shards: Whether ``encode`` accesses only the memory of its arguments, so that main
+            weights may be in other memory and be copied to the device for it.
         keeps_wire: Whether this rank's shard of the wire is kept between uses at every level.
         num_gathers: Number of gathers for all tensors that forward and backward read.
-        follows_gathers: Whether the class overrides :meth:`after_gather` or :meth:`before_release`.
-        weights_class: Subclass of :class:`~.buffers.weights.Weights` for weights with this codec.
+        follows_gathers: Whether the class overrides ``after_gather`` or ``before_release``.
+        weights_class: Subclass of ``Weights`` (``buffers/weights.py``) for weights with this codec.
             None: a class of that module.
     """
 
@@ -91,8 +91,7 @@ class ParamCodec(ABC):
         )
 
     def full_itemsize(self, dtypes: ParamDtypes) -> int:
-        """Returns the bytes per element of gathered parameters, with the wires that they are made
-        of."""
+        """Returns the bytes per element of gathered parameters, including the gathered wires."""
         return self.wire_dtype.itemsize * self.num_gathers
 
     def kept_itemsize(self, dtypes: ParamDtypes) -> int:
@@ -120,7 +119,7 @@ class ParamCodec(ABC):
         return 1
 
     def belongs_to(self, modules: Sequence[nn.Module], mesh: DataMesh) -> None:  # noqa: B027
-        """Receive the modules of the parameters. Called before :meth:`prepare`.
+        """Receive the modules of the parameters. Called before ``prepare``.
 
         Args:
             modules: For each parameter, a module that holds it.
@@ -137,7 +136,7 @@ class ParamCodec(ABC):
         """Allocate the state of the codec. Called once, when the buffer is built.
 
         Args:
-            params: The user's parameters before :meth:`bind`.
+            params: The user's parameters before ``bind``.
             pieces: The pieces of this rank's main shard, one for each parameter.
             groups: Process groups over which the main shard is sharded, for codecs that need a
                 global value (an amax).
@@ -159,8 +158,8 @@ class ParamCodec(ABC):
         """Returns the parameter that modules compute with. Called once for each, in order.
 
         Args:
-            param: The user's parameter. For a :meth:`converted` codec it is the parameter that
-                modules compute with so far, which then takes over the properties of the result.
+            param: The user's parameter. For a codec that ``converted`` has made, it is the
+                parameter that modules compute with so far, whose contents the result then replaces.
             full: The full parameter, a tensor of its shape for each wire. They may have no memory
                 during this call.
         """
@@ -181,7 +180,7 @@ class ParamCodec(ABC):
         """Update full parameters after a gather, once compute has waited for it."""
 
     def before_release(self) -> None:  # noqa: B027
-        """Prepare for the freeing of full parameters, when compute no longer uses them."""
+        """Prepare full parameters for being freed, when compute no longer uses them."""
 
 
 # A function of a parameter's name, the parameter and its dtypes. It returns a key and a factory of
@@ -264,7 +263,7 @@ class ParamClass:
         return False
 
     def refuse_marked(self, name: str, param: Tensor) -> None:
-        """Check that a plain parameter has no attribute that marks values of these classes.
+        """Check that a plain parameter has no attributes that only these classes may have.
 
         Raises:
             ValueError: ``param`` has such an attribute. The message names it.

@@ -13,7 +13,7 @@ from fsdp_engine.precision import ParamDtypes
 
 
 class CastCodec(ParamCodec):
-    """A dtype conversion, or the identity if both dtypes are equal.
+    """A cast to the compute dtype, or the identity if both dtypes are equal.
 
     Args:
         main: Dtype of main weights.

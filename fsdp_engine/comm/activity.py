@@ -83,7 +83,7 @@ class Monitor:
         return {}
 
     def give_reason(self, ranks: Sequence[int], text: str) -> None:
-        """Publish ``text`` to ``ranks``. If a wait fails there, it raises a ValueError with it."""
+        """Publish ``text`` to ``ranks``, whose failing waits then raise a ValueError with it."""
 
     def reason(self) -> str | None:
         """Returns the text that another rank has published for this rank, if any."""
@@ -96,7 +96,7 @@ _MAKERS: list[Callable[[], Monitor]] = []
 
 
 def monitor_by(maker: Callable[[], Monitor]) -> None:
-    """Register the function that makes monitors. It is called when ranks share a store."""
+    """Register the function that makes monitors. They need a store that the ranks share."""
     _MAKERS[:] = [maker]
 
 
@@ -146,7 +146,7 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
 
 @contextmanager
 def naming(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """Context of a small collective of ``group``. Its errors get the label and missing ranks."""
+    """Context of a small collective of ``group``. Errors name the operation and missing ranks."""
     ACTIVITY.last = what
     ACTIVITY.waits = small = GroupCollective(what, group)
     try:

@@ -63,7 +63,8 @@ def make_other_lanes(
 def compute_waits_for(event: torch.Event) -> None:
     """Make the model's stream wait for ``event``.
 
-    Work submitted to it afterwards, and work of lanes that follows it, runs after ``event``.
+    Work that is submitted to this stream afterwards runs after ``event``, and so does work of lanes
+    that waits for it.
     """
     event.wait()
 

@@ -30,7 +30,8 @@ def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Returns a number for each tensor, by which this process detects changes of its values.
 
-    On a CPU it is the CRC-32 of the bytes, which needs no memory; elsewhere the fingerprint.
+    On a CPU it is the CRC-32 of the bytes, which needs no memory. On other devices it is the
+    fingerprint.
     """
     if any(each.device.type != "cpu" for each in tensors):
         return fingerprints(tensors)
@@ -61,7 +62,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 def _integers_of(tensor: Tensor) -> Tensor:
     """Returns the bits of a tensor as a 1-D tensor of integers of the same element size.
 
-    It is a view of the tensor, if this is contiguous. For a DTensor, it has this rank's shard.
+    It is a view if the tensor is contiguous. For a DTensor, it has the bits of this rank's shard.
     """
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()

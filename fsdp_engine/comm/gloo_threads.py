@@ -16,8 +16,8 @@ from pathlib import Path
 
 _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
-# A thread is idle if it sleeps at so many checks, with this interval. It may sleep at one check
-# because it waits for the lock, which is free between checks.
+# Threads count as idle if they sleep at this number of consecutive checks, with this interval. At
+# one check a thread may sleep because it waits for the lock, which is free between checks.
 _LOOKS = 3
 _INTERVAL_SECONDS = 0.005
 _MOST_SECONDS = 2.0

@@ -187,7 +187,7 @@ class HostLane:
         ticket.start()
 
     def record(self) -> Ticket:
-        """See :class:`Lane`. Only compute is recorded, whose work the host has already done."""
+        """See :class:`Lane`. Only the compute lane is recorded, whose work is already done."""
         return _DONE
 
     def wait(self, *tickets: Ticket) -> None:

@@ -19,12 +19,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 # Environment variables with which users set the number of threads.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# If the number differs from this later, the user has set it.
+# The number of threads at import. If it is different later, the user has changed it.
 _AT_IMPORT = torch.get_num_threads()
 
 
 def machine() -> str:
-    """Returns the name of the host, with the namespace of process ids (containers differ)."""
+    """Returns a name of this host, or of this container: host name and process-id namespace."""
     space = Path("/proc/self/ns/pid")
     return f"{socket.gethostname()} {os.readlink(space) if space.is_symlink() else ''}"
 

@@ -90,11 +90,11 @@ Steps = Iterator[Sequence[Any]]
 Operation = Callable[[], Steps]
 
 COMPUTE = "compute"
-# In the order of the fields of Lanes.
+# Names of lanes, in the order of the fields of Lanes.
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 COPY_IN = "copy in"
 
-# "reduce-scatter of blocks.1 over the inner axis", "encode blocks.1 (buffer 0)".
+# Matches "reduce-scatter of blocks.1 over the inner axis" and "encode blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
 
 
@@ -206,7 +206,7 @@ class Lanes:
 
     @property
     def encode(self) -> Lane:
-        """The lane for encoding weights in an operation other than their gather."""
+        """The lane on which codecs encode weights, if their gather is another operation."""
         return self.inner_gather if self.copy_in is None else self.copy_in
 
     def drain(self) -> list[Exception]:
@@ -301,8 +301,7 @@ class GradientStream:
 
     Autograd runs each node on the stream of its forward, and the end of backward on the stream of
     the caller. Staging buffers are allocated and freed on a single stream, the current one at the
-    start of backward. Offloaded activations use an object of this class for the stream on which a
-    block computes.
+    start of backward. An extension also uses this class for the stream on which a block computes.
 
     Args:
         device: The device. On a CPU there are no streams, and methods do nothing.
@@ -326,14 +325,15 @@ class GradientStream:
         return self._stream is None or self._stream != self._current()
 
     def begin(self) -> None:
-        """Use the current stream. Called at the start of a backward, or of a forward."""
+        """Record the current stream, at the start of a backward or of a forward."""
         if self._module is not None:
             self._stream = self._current()
 
     def entered(self) -> AbstractContextManager[None]:
-        """Returns a context within which this is the current stream.
+        """Returns a context within which the recorded stream is the current one.
 
-        If another stream was current, this one waits for it first, and it for this one at the end.
+        If another stream was current, the recorded stream first waits for that one. At the end,
+        that one waits for the recorded stream.
         """
         if self._module is None or self._stream is None:
             return _NOTHING

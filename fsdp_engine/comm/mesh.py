@@ -92,8 +92,8 @@ class DataMesh(Ranks):
         Raises:
             TypeError: ``device_mesh`` is not a DeviceMesh.
             ValueError: The mesh has more than two axes, does not contain this rank, has MPI as its
-                backend for an accelerator, or cannot be divided into ``num_instances`` rows. On all
-                ranks: the shapes of meshes or the notes differ.
+                backend for an accelerator, or cannot be divided into ``num_instances`` rows. If the
+                shapes of meshes or the notes differ, all ranks raise.
             RuntimeError: A rank did not arrive or has raised; see :func:`~.rendezvous.meet`.
         """
         with reporting(what, ranks_that_meet(device_mesh)):
@@ -120,7 +120,7 @@ class DataMesh(Ranks):
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """All groups, in the same order on all ranks. Groups for gathers and reductions precede."""
+        """All groups in the same order on all ranks, first those for gathers and reductions."""
         axes = (self.inner, self.outer)
         found = [group for each in axes for group in (each.gather_group, each.reduce_group)]
         found += [self.control_group, self.message_group]
@@ -187,7 +187,7 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Ax
 
 
 def ranks_that_meet(device_mesh: object) -> list[int]:
-    """Returns the global ranks that take part in a call with this mesh. All, if it is no mesh.
+    """Returns the ranks that take part in a call: those of the mesh, or all if it is no mesh.
 
     For None, torch.distributed is initialised first, so that a rank can report its errors to the
     others.

@@ -13,7 +13,7 @@ A rendezvous has one verdict. The first verdict that is written is valid on all 
     ranks have different notes                  all raise, with both notes
     two ranks wait in different rendezvous      the ranks of both raise
     a rank waits in a later operation           all raise, including that rank
-    the timeout has expired                     all raise, with the missing ranks, including these
+    the timeout has expired                     all raise, also the missing ranks, which are named
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ class Rendezvous:
 
 
 def error_of_another(what: str, who: str, kind: str, text: str) -> Exception:
-    """Returns the exception for another rank's error, of the same type if in ``ERROR_KINDS``."""
+    """Returns the exception for an error of another rank.
+
+    It has the type of the error, if this is in ``ERROR_KINDS``; else it is a RuntimeError.
+    """
     return ERROR_KINDS.get(kind, RuntimeError)(f"{what} failed on {who}: {kind}: {text}")
 
 
@@ -126,8 +129,8 @@ def meet(
 def _close_connections(group: dist.ProcessGroup) -> None:
     """Close this rank's connections of a gloo group, so that waits in it raise on all its ranks.
 
-    The group cannot be used afterwards. The connections are closed by a timeout of gloo, which
-    closes them after any timeout.
+    The group cannot be used afterwards. gloo closes its connections after any timeout, so a receive
+    with a short timeout is enough.
     """
     with suppress(RuntimeError):  # the timeout, or a group of another backend
         probe, other = allocator.empty(1, torch.uint8, "cpu"), (group.rank() + 1) % group.size()

@@ -1,13 +1,13 @@
-"""Elementwise functions of tensors or lists of tensors: run on the slices, then wrap the results.
+"""Runs elementwise functions of tensors or lists of tensors on slices, and wraps the results.
 
 [Note: Beside plain tensors]
-A plain tensor of one element as an operand is a coefficient that is the same on every rank, and
-the result is a slice. Any other plain operand is normally this rank's own data, for which the full
-tensor is needed: `loss * model.scale.exp()`, `x + model.bias`. Then small FlatDTensors are gathered
-and the result is a plain tensor; larger ones raise an error. This applies if
+A plain operand of one element is a coefficient that is the same on every rank, and the result is a
+slice. Any other plain operand is normally data of this rank, for which the full tensor is needed:
+`loss * model.scale.exp()`, `x + model.bias`. In this case small FlatDTensors are gathered and the
+result is a plain tensor; larger ones raise an error. This applies if
 
 - a plain tensor has more than one element, or would add dims;
-- a plain tensor requires grad: slices would give it only a part of its gradient;
+- a plain tensor requires grad: with a slice, it would get only a part of its gradient;
 - a parameter has one element and requires grad: it may be combined with a loss later.
 
 An in-place function of a slice uses the corresponding slice of a full plain operand, which has to
@@ -38,7 +38,7 @@ from fsdp_engine.flat_dtensor.slices import (
     unwrap,
 )
 
-# The largest number of elements of a tensor that is gathered implicitly.
+# Maximum number of elements of a tensor that is gathered implicitly.
 SMALL = 1 << 16
 
 
@@ -63,7 +63,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             is_gradient = is_gradient or value.is_gradient
             value = _remember(flat_of, value)
         locals_.append(value)
-    if flat is None:  # only inside a list
+    if flat is None:  # the FlatDTensor is inside a list
         raise refusal(cls, func, (args, kwargs))
     locals_ = [
         scalar(cls, func, value, flat, takes_slices)
@@ -74,7 +74,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     options = dict(zip(kwargs, locals_[len(args) :], strict=True))
     requires_grad = options.pop("requires_grad", False)
     result = func(*locals_[: len(args)], **options)
-    # In-place functions and no-ops return their argument; return its FlatDTensor.
+    # In-place functions and no-ops return one of their arguments, whose FlatDTensor is the result.
     if "out" in kwargs:
         return kwargs["out"]
     operand = flat_of.get(id(result))
@@ -89,10 +89,10 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``torch._foreach_*`` and the fused optimizers: elementwise over lists of tensors.
+    """Run ``torch._foreach_*`` or the function of a fused optimizer on lists of tensors.
 
-    Lists may mix FlatDTensors and plain tensors. All FlatDTensors at one index must have the same
-    slice.
+    Lists may contain FlatDTensors and plain tensors. All FlatDTensors at one index must have the
+    same slice.
     """
     flats: list[FlatPlacement | None] | None = None
     records = torch.is_grad_enabled()
@@ -100,7 +100,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     def to_local(value: Any) -> Any:
         nonlocal flats
         if not isinstance(value, list | tuple) or not any(isinstance(t, Tensor) for t in value):
-            # A DTensor of one element is, for example, the coefficient of gradient clipping.
+            # The coefficient of gradient clipping may be a DTensor of one element.
             return value.full_tensor() if isinstance(value, DTensor) else value
         found = [t._flat if isinstance(t, cls) else None for t in value]
         first = flats = found if flats is None else flats
@@ -132,7 +132,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _has_full_operand(cls: Any, args: Args, kwargs: Kwargs) -> bool:
-    """Whether an operand is a full plain tensor, of which the slice was used."""
+    """Returns whether an operand is a full plain tensor, whose slice was used."""
     operands = (*args, *kwargs.values())
     return any(
         isinstance(each, Tensor) and not isinstance(each, cls) and each.ndim for each in operands
@@ -140,7 +140,7 @@ def _has_full_operand(cls: Any, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _needs_gather(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Whether operands have to be gathered; see [Note: Beside plain tensors]."""
+    """Returns whether operands have to be gathered; see [Note: Beside plain tensors]."""
     follows = torch.is_grad_enabled()
     num_dims, wants = 0, False
     plain: list[Tensor] = []
@@ -164,7 +164,7 @@ def _needs_gather(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
 
 
 def _run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    # A plain tensor that is modified in place has the full size already, so gathering the same
+    # A plain tensor that is modified in place already has the full size, so the gather of the same
     # number of elements is acceptable.
     limit = max(SMALL, args[0].numel()) if is_inplace(func) else SMALL
 
@@ -180,8 +180,10 @@ def _run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
-    """This rank's slice of a full tensor, 1-D, after expansion to the shape of ``flat``; None if it
-    cannot be expanded to it."""
+    """Returns this rank's slice of a full tensor that is expanded to the shape of ``flat``, 1-D.
+
+    Returns None if it cannot be expanded.
+    """
     shape = tuple(flat.shape)
     is_expandable = tensor.ndim <= len(shape) and all(
         size in (1, wanted) for size, wanted in zip(tensor.shape[::-1], shape[::-1], strict=False)
@@ -190,7 +192,7 @@ def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
         return None
     row = math.prod(flat.sharded_shape[1:])
     first = flat.start // max(row, 1)
-    # Expand only the rows that contain the slice.
+    # Only the rows that contain the slice are copied.
     expanded = tensor.expand(shape)
     shard = expanded if flat.spread is None else flat.spread.shard_of(expanded)
     rows = shard[first : -(-flat.stop // max(row, 1))]
@@ -200,11 +202,14 @@ def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:
 def scalar(
     cls: Any, func: Function, tensor: Tensor, flat: FlatPlacement, takes_slices: bool = False
 ) -> Tensor:
-    """Returns a plain operand of a slice: a tensor of one element with at most one dim, or, for a
-    full tensor if ``func`` is in-place or ``takes_slices``, its slice.
+    """Convert a plain operand of ``func`` to an operand of a slice.
+
+    Returns:
+        A tensor of one element, with at most one dim; or the slice of a full tensor, if ``func`` is
+        in-place or ``takes_slices`` is True.
 
     Raises:
-        ValueError: it has more elements, would add dims to the result, or requires grad.
+        ValueError: The operand has more elements, would add dims to the result, or requires grad.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
         why = (
@@ -225,7 +230,7 @@ def scalar(
 
 
 def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``to``, ``type`` and ``type_as``; other tensor arguments only provide dtype and device."""
+    """Run ``to``, ``type`` or ``type_as``. Other tensor arguments only define dtype and device."""
     if func.__name__ == "type" and len(args) == 1 and not kwargs:
         return args[0]._local_tensor.type()
     args = (args[0], *(t._local_tensor if isinstance(t, cls) else t for t in args[1:]))
@@ -241,10 +246,10 @@ def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``copy_`` from the same slice, from a scalar, or from a full tensor, whose slice is copied.
+    """Run ``copy_`` from the same slice, from a scalar, or from a full tensor.
 
-    A full tensor has to be the same on every rank; a DTensor is gathered first. ``load_state_dict``
-    can therefore load the state dict of an unsharded model.
+    The slice of a full tensor is copied. It has to be the same on every rank, or a DTensor, which
+    is gathered first. ``load_state_dict`` can therefore load the state dict of an unsharded model.
     """
     target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
     if not isinstance(target, cls):
@@ -271,7 +276,7 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``tensor[mask] = value`` with a mask of the same slice and a scalar value."""
+    """Run ``tensor[mask] = value`` with a mask of the same slice and a scalar value."""
     target, mask, value = args
     has_same_slice = (
         isinstance(mask, cls) and isinstance(target, cls) and mask._flat == target._flat
@@ -286,12 +291,15 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
-    """The slice of a DTensor with the placements of ``flat`` or of its ``spread``, as returned by
-    ``distribute_tensor``, or of a replicated DTensor; None for any other tensor."""
+    """Returns this rank's slice of a DTensor without communication, or None if that is impossible.
+
+    It is possible for a replicated DTensor, and for one with the placements of ``flat`` or of its
+    ``spread``, which ``distribute_tensor`` returns.
+    """
     if not isinstance(source, DTensor) or source.shape != flat.shape:
         return None
     if source.device_mesh != flat.device_mesh and not is_replicated(source):
-        return None  # the ranges of another mesh belong to other ranks
+        return None  # on another mesh, ranks have other ranges
     if flat.spread is not None:
         has_shard = flat.spread.has(source) or source._spec.placements == flat.placements
         return source._local_tensor.reshape(-1)[flat.start : flat.stop] if has_shard else None
@@ -305,12 +313,12 @@ def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
 def _full(source: Tensor) -> Tensor:
     if not isinstance(source, DTensor):
         return source
-    # set_model_state_dict passes replicated DTensors; see state_dicts.py.
+    # set_model_state_dict passes replicated DTensors: see state_dicts.py.
     return source.to_local() if is_replicated(source) else source.full_tensor()
 
 
 def is_replicated(source: DTensor) -> bool:
-    """Whether every rank of the mesh holds the full tensor."""
+    """Returns whether every rank of the mesh holds the full tensor."""
     return all(isinstance(placement, Replicate) for placement in source._spec.placements)
 
 

@@ -1,4 +1,4 @@
-"""The range of elements of a tensor that a rank holds, as a DTensor placement and as boxes.
+"""The range of a tensor's elements that a rank holds, as a DTensor placement and as boxes.
 
 A flat range ``[start, stop)`` of a row-major tensor is a union of boxes. Worked example, shape
 (4, 5), range [3, 17):
@@ -8,7 +8,8 @@ A flat range ``[start, stop)`` of a row-major tensor is a union of boxes. Worked
     row 2   . . . . .        "
     row 3   15 16 . . .    box 3: offsets (3, 0), sizes (1, 2), elements [15, 17)
 
-Each dim adds at most one box before and one after, the first dim only one: ``2 * ndim - 1``.
+Each dim but the first adds at most one box before and one after the complete rows, so there are at
+most ``2 * ndim - 1`` boxes.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class Box(NamedTuple):
     """A box of a tensor that is contiguous in row-major order.
 
     Attributes:
-        offsets: first index in each dim.
-        sizes: extent in each dim; their product is ``stop - start``.
-        start: first row-major element of the tensor in the box.
-        stop: the element after the last.
+        offsets: First index in each dim.
+        sizes: Size in each dim. The product of sizes is ``stop - start``.
+        start: Row-major index in the tensor of the first element of the box.
+        stop: Row-major index after the last element.
     """
 
     offsets: tuple[int, ...]
@@ -52,12 +53,13 @@ class Box(NamedTuple):
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, ...]:
-    """The fewest boxes whose union is elements ``[start, stop)`` of a row-major tensor, in order.
+    """Returns the fewest boxes whose union is the range ``[start, stop)`` of a row-major tensor.
 
-    At most ``2 * ndim - 1``; none for an empty range. See the module docstring for an example.
+    These are at most ``2 * ndim - 1`` boxes, in order; none for an empty range. See the module
+    docstring for an example.
 
     Raises:
-        ValueError: the range is not inside the tensor.
+        ValueError: The range is not inside the tensor.
     """
     if not 0 <= start <= stop <= math.prod(shape):
         raise ValueError(
@@ -68,7 +70,10 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> tuple[Box, 
 
 
 def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Boxes of ``[start, stop)``, counted from index ``prefix`` of the dims already fixed."""
+    """Returns the boxes of a range ``[start, stop)`` of the sub-tensor at index ``prefix``.
+
+    ``prefix`` has the indices of the first dims. The range is relative to the sub-tensor.
+    """
     dims = shape[len(prefix) :]
     base = 0
     for index, size in zip(prefix, shape, strict=False):
@@ -78,7 +83,7 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
         return [Box(prefix, (1,) * len(prefix), base, base + 1)]
     row = math.prod(dims[1:])
     first, last = -(-start // row), stop // row  # complete rows
-    if first > last:  # the range lies inside one row
+    if first > last:  # the range is inside one row
         return _boxes(shape, (*prefix, last), start - last * row, stop - last * row)
     found = []
     if start < first * row:
@@ -93,17 +98,17 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
 
 
 class FlatShard(Partial):
-    """Along this mesh axis the tensor is sharded by flat ranges, not along a dim.
+    """Placement along a mesh axis over which a tensor is sharded by flat ranges, not along a dim.
 
-    It is not a ``Shard``, because code that handles ``Shard(0)`` would read or write other
-    elements, and not a ``Replicate``. It subclasses ``Partial`` only because ``distribute_tensor``
-    then calls ``_partition_value`` for a value that is the same on all ranks:
+    It is no ``Shard``, because code that handles ``Shard(0)`` would access other elements, and no
+    ``Replicate``. It subclasses ``Partial`` only because ``distribute_tensor`` then calls
+    ``_partition_value`` for a value that is the same on all ranks:
     ``distribute_tensor(full, weight.device_mesh, weight.placements)`` returns this rank's slice,
     whose ``full_tensor()`` is the full tensor.
 
     Attributes:
-        flat: placement of the tensor. None: unknown.
-        span: elements of the tensor, in row-major order, that this rank holds. None: unknown.
+        flat: Placement of the tensor. None: unknown.
+        span: Range of the elements, in row-major order, that this rank holds. None: unknown.
     """
 
     flat: FlatPlacement | None
@@ -116,14 +121,14 @@ class FlatShard(Partial):
 
     def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
         if mesh_dim < mesh.ndim - 1:
-            return tensor  # the last axis shards for all axes
+            return tensor  # the call for the last axis shards over all axes
         if self.span is None:
             raise RuntimeError(
                 "distribute_tensor: expected the placements of a sharded parameter, which contain "
                 "this rank's range of elements; found FlatShard() without a range"
             )
         if mesh.size() == 1:
-            return tensor.clone()  # full_tensor() returns it unchanged
+            return tensor.clone()  # full_tensor() returns the local tensor unchanged
         return tensor.reshape(-1)[slice(*self.span)].clone()
 
     def _to_replicate_tensor(
@@ -136,24 +141,24 @@ class FlatShard(Partial):
                 "slices, as returned by distribute_tensor. copy_() it into the parameter, and call "
                 "the parameter's full_tensor()"
             )
-        # torch calls this for each axis with several ranks; the last one gathers for all axes.
+        # torch calls this for each axis with several ranks. The last call gathers over all axes.
         last = max(dim for dim in range(mesh.ndim) if mesh.size(dim) > 1)
         return flat.gather_full(local) if mesh_dim == last else local
 
     def is_partial(self, reduce_op: str | None = None) -> bool:
-        """False: ranks hold final values."""
+        """Returns False, because ranks hold final values."""
         return False
 
     def is_replicate(self) -> bool:
-        """False: this rank does not hold the full tensor."""
+        """Returns False, because this rank does not hold the full tensor."""
         return False
 
     def is_shard(self, dim: int | None = None) -> bool:
-        """True if no dim is given: the tensor is not sharded along a dim."""
+        """Returns True if ``dim`` is None, because the tensor is sharded, but not along a dim."""
         return dim is None
 
     def __eq__(self, other: object) -> bool:
-        # Compares spans because DTensor caches results by placements.
+        # Spans are compared because DTensor caches results by placements.
         return type(other) is FlatShard and other.span == self.span and other.flat == self.flat
 
     def __hash__(self) -> int:
@@ -175,41 +180,41 @@ class FlatShard(Partial):
 class FlatPlacement:
     """The slice of a row-major tensor that this rank holds, and the groups that shard the tensor.
 
-    Takes O(1) memory, independent of the number of ranks.
+    An object takes O(1) memory, independent of the number of ranks.
 
     Attributes:
-        shape: The shape of the full tensor; the global shape if it is a DTensor over other
-            dimensions (``spread``).
-        start: first element held, in row-major order of the full tensor, or of this rank's shard
-            of it (``spread``).
-        stop: the element after the last; equal to ``start`` if this rank holds no element.
-        mesh: (inner,) or (outer, inner).
-        given_groups: groups over which the tensor is sharded, innermost first. Groups of one rank
+        shape: Shape of the full tensor. For a DTensor over other dimensions (``spread``) this is
+            the global shape.
+        start: Index of the first element held, in row-major order of the full tensor, or of this
+            rank's shard of it if there is a ``spread``.
+        stop: Index after the last element held. Equal to ``start`` if this rank holds no element.
+        mesh: The mesh with the axes (inner,) or (outer, inner).
+        given_groups: Groups over which the tensor is sharded, innermost first. Groups of one rank
             may be omitted. None: :attr:`split_groups` gets them from the mesh, for example after
             unpickling.
-        num_sharded_axes: number of mesh axes over which the tensor is sharded, counted from the
-            innermost. None: one for each of ``given_groups``.
-        name: The name of the parameter, for messages; "" if unknown.
-        spread: The placement of a tensor that is a DTensor over other mesh dimensions.
-        is_written: checkpoints save these elements from this rank. False: from another rank that
-            holds them, along other mesh dimensions.
-        num_rows: number of rows of consecutive ranks in a mesh of one axis, each of which holds
-            the full tensor.
-        norm_is_dtensor: the norm of several such tensors is a replicated DTensor, as in FSDP2;
-            False: a plain tensor.
+        num_sharded_axes: Number of mesh axes over which the tensor is sharded, counted from the
+            innermost axis. None: the number of ``given_groups``.
+        name: Name of the parameter, for messages. "" if unknown.
+        spread: Placement over other mesh dimensions, if the tensor is a DTensor over these.
+        is_written: Whether checkpoints save these elements from this rank. False: they are saved
+            from another rank that holds them, along other mesh dimensions.
+        num_rows: Number of rows of consecutive ranks in a mesh of one axis. Each row holds the full
+            tensor.
+        norm_is_dtensor: Whether the norm of several such tensors is a replicated DTensor, as in
+            FSDP2, instead of a plain tensor.
         boundary_multiple: ``start`` and ``stop`` of all ranks, except the tensor's end, are
-            multiples of so many elements; 0: one rank holds the tensor. None: unknown.
+            multiples of this number. 0: one rank holds the tensor. None: unknown.
 
     Raises:
-        ValueError: the range is not inside the tensor, or ``num_sharded_axes`` is not a number of
-            axes of the mesh.
+        ValueError: The range is not inside the tensor, or ``num_sharded_axes`` does not match the
+            mesh and the groups.
     """
 
     shape: torch.Size
     start: int
     stop: int
     mesh: DeviceMesh
-    # Not compared: equal placements may have different groups of the mesh's ranks.
+    # Groups are not compared: equal placements may have different groups of the mesh's ranks.
     given_groups: tuple[ProcessGroup, ...] | None = field(default=(), compare=False)
     num_sharded_axes: int | None = None
     name: str = field(default="", compare=False)
@@ -218,7 +223,7 @@ class FlatPlacement:
     num_rows: int = 1
     norm_is_dtensor: bool = field(default=False, compare=False)
     boundary_multiple: int | None = field(default=None, compare=False)
-    # Cached by dtype, because they are expensive to construct.
+    # Specs are cached by dtype, because they are expensive to make.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -233,7 +238,7 @@ class FlatPlacement:
         num_groups = len(self.given_groups or ())
         if self.num_sharded_axes is None:
             object.__setattr__(self, "num_sharded_axes", num_groups)
-        # One axis of a mesh may be two axes of the engine: within rows, and across rows.
+        # A mesh axis may correspond to two axes of the engine, within rows and across rows.
         least = min(num_groups, self.mesh.ndim)
         if not least <= self._num_sharded <= self.mesh.ndim:
             raise ValueError(
@@ -242,11 +247,11 @@ class FlatPlacement:
             )
 
     def rename(self, name: str) -> None:
-        """Set ``name``, which is not compared."""
+        """Set ``name``, which is not part of comparisons."""
         object.__setattr__(self, "name", name)
 
     def give_norms_as_dtensors(self) -> None:
-        """Set ``norm_is_dtensor``, which is not compared."""
+        """Set ``norm_is_dtensor``, which is not part of comparisons, to True."""
         object.__setattr__(self, "norm_is_dtensor", True)
 
     @classmethod
@@ -262,7 +267,7 @@ class FlatPlacement:
         is_written: bool = True,
         num_rows: int = 1,
     ) -> FlatPlacement:
-        """A placement with the mesh's own groups of the ``num_sharded_axes`` innermost axes."""
+        """Returns a placement with the mesh's groups of the ``num_sharded_axes`` innermost axes."""
         return cls(
             torch.Size(shape),
             start,
@@ -281,7 +286,7 @@ class FlatPlacement:
         """Groups over which the tensor is sharded, innermost first.
 
         Raises:
-            RuntimeError: this process has no groups of the ranks of ``mesh``.
+            RuntimeError: This process has no groups of the ranks of ``mesh``.
         """
         if self.given_groups is not None:
             return self.given_groups
@@ -301,11 +306,11 @@ class FlatPlacement:
         return () if row.gather_group is None else (row.gather_group,)
 
     def _group_of_axis(self, axis: int) -> ProcessGroup:
-        """The group of an axis of the mesh.
+        """Returns the group of an axis of the mesh.
 
         Raises:
-            RuntimeError: this process has none. A mesh from a file finds groups by names, which are
-                numbers, and the group of such a name may have other ranks here.
+            RuntimeError: This process has no such group. A mesh from a file finds groups by names,
+                which are numbers, and in this process a group of that name may have other ranks.
         """
         group = self.mesh.get_group(axis)
         place = self.mesh.get_coordinate()
@@ -327,14 +332,18 @@ class FlatPlacement:
 
     @property
     def sharded_shape(self) -> torch.Size:
-        """Shape of the tensor that flat ranges shard: the full tensor, or this rank's shard of it
-        (``spread``)."""
+        """The shape of the tensor that is sharded by flat ranges.
+
+        This is the full tensor, or this rank's shard of it if there is a ``spread``.
+        """
         return self.shape if self.spread is None else self.spread.local_shape
 
     @cached_property
     def groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which the elements of the full tensor are distributed, each on one rank of a
-        group. A sum over these groups counts every element once."""
+        """Groups over which the full tensor is sharded, including those of other mesh dimensions.
+
+        A sum over these groups counts every element once.
+        """
         others = () if self.spread is None else self.spread.shard_groups
         return self.split_groups + others
 
@@ -346,23 +355,24 @@ class FlatPlacement:
         return joint_mesh(self.mesh, self.spread.mesh) if self._num_sharded else self.spread.mesh
 
     def slice_of_full(self, full: Tensor) -> Tensor:
-        """This rank's slice of a plain full tensor, 1-D."""
+        """Returns this rank's slice of a plain full tensor, 1-D."""
         shard = full if self.spread is None else self.spread.shard_of(full)
         return shard.reshape(-1)[self.start : self.stop]
 
     def gather_full(self, local: Tensor) -> Tensor:
-        """The full tensor, gathered from the ranks' slices. Collective.
+        """Gather the full tensor from the slices of all ranks. Collective.
 
         Every rank writes its bytes into zeros, and an all-reduce sums them as 64-bit words. No two
-        ranks share a byte, so the sum is exact for every dtype. Takes memory for one full tensor.
+        ranks write the same byte, so the sum is exact for every dtype. This needs memory for one
+        full tensor.
 
         Args:
-            local: this rank's slice, 1-D.
+            local: This rank's slice, 1-D.
         """
         if local.is_meta:
             return allocator.empty(tuple(self.shape), local.dtype, "meta")
         if hasattr(local, "__tensor_flatten__"):
-            # Quantized state of a torchao optimizer; on other ranks the slice may be plain.
+            # Quantised state of a torchao optimizer. On other ranks the slice may be plain.
             local = local.dequantize().to(local.dtype)
         itemsize, numel = local.dtype.itemsize, math.prod(self.sharded_shape)
         mesh_type = self.mesh.device_type
@@ -371,7 +381,7 @@ class FlatPlacement:
         words = allocator.zeros(-(-numel * itemsize // 8), torch.int64, device)
         full_bytes = words.view(torch.uint8)[: numel * itemsize]
         place = full_bytes[self.start * itemsize : self.stop * itemsize]
-        # Stride 1: for one element torch considers any stride contiguous.
+        # The stride is checked because torch considers one element with any stride contiguous.
         dense = (
             local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
         )
@@ -383,16 +393,18 @@ class FlatPlacement:
         return full.to(local.device)
 
     def of_blocks(self, size: int) -> FlatPlacement:
-        """The placement of a vector with one element for each ``size`` elements of the tensor, the
-        last of which may be fewer. No shard boundary divides such a block."""
+        """Returns the placement of a vector with one element for each block of the tensor.
+
+        Blocks have ``size`` elements; the last one may have fewer. No shard boundary may be inside
+        a block.
+        """
         shape = torch.Size((-(-math.prod(self.shape) // size),))
         start, stop = -(-self.start // size), -(-self.stop // size)
         return replace(self, shape=shape, start=start, stop=stop, boundary_multiple=None)
 
     @cached_property
     def of_parts(self) -> FlatPlacement:
-        """The placement of ``torch.view_as_real`` of a complex tensor, with a last dim of size
-        2."""
+        """The placement of ``torch.view_as_real`` of a complex tensor. Its last dim has size 2."""
         shape = torch.Size((*self.shape, 2))
         spread = None if self.spread is None else replace(self.spread, shape=shape)
         start, stop = 2 * self.start, 2 * self.stop
@@ -402,8 +414,10 @@ class FlatPlacement:
 
     @cached_property
     def of_numbers(self) -> FlatPlacement | None:
-        """The inverse of :attr:`of_parts`; None if a boundary is between the components of a
-        number."""
+        """The inverse of :attr:`of_parts`: the placement of ``torch.view_as_complex``.
+
+        None if a shard boundary separates the components of a number.
+        """
         if self.shape[-1:] != (2,) or self.start % 2 or self.stop % 2:
             return None
         shape = self.shape[:-1]
@@ -417,13 +431,13 @@ class FlatPlacement:
 
     @property
     def numel(self) -> int:
-        """Elements held by this rank."""
+        """Number of elements that this rank holds."""
         return self.stop - self.start
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """``FlatShard()`` or ``Replicate()`` for each of the engine's axes, then the placements of
-        ``spread``."""
+        """``FlatShard()`` or ``Replicate()`` for each axis of the engine, followed by the
+        placements of ``spread``."""
         others = () if self.spread is None else self.spread.placements
         if self.spread is not None and not self._num_sharded:
             return others
@@ -433,8 +447,10 @@ class FlatPlacement:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """The slice as boxes of the full tensor, in order; see :func:`flat_range_boxes`. Their
-        ``start`` and ``stop`` are relative to the same tensor as this placement's."""
+        """The slice as boxes of the full tensor, in order; see :func:`flat_range_boxes`.
+
+        ``start`` and ``stop`` of boxes are relative to the tensor of ``sharded_shape``.
+        """
         boxes = flat_range_boxes(self.sharded_shape, self.start, self.stop)
         if self.spread is None:
             return boxes
@@ -442,9 +458,9 @@ class FlatPlacement:
         return tuple(box._replace(offsets=tuple(map(add, box.offsets, first))) for box in boxes)
 
     def spec(self, dtype: torch.dtype) -> DTensorSpec:
-        """The spec for DTensor's own dispatch, shared by all tensors of this slice and dtype.
+        """Returns the spec for DTensor's dispatch, shared by all tensors of this slice and dtype.
 
-        Only the autograd engine uses that dispatch, to sum gradients. ``Shard(0)`` makes it sum
+        Only the autograd engine uses this dispatch, to sum gradients. With ``Shard(0)`` it sums
         slices; for a 0-d tensor, which has no dim, ``Replicate()`` has the same effect.
         """
         spec = self._specs.get(dtype)
@@ -464,11 +480,11 @@ class FlatPlacement:
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatPlacement:
-        # Groups and meshes must not be copied; the other fields are immutable.
+        # Groups and meshes must not be copied, and the other fields are immutable.
         return self
 
     def __reduce__(self) -> Any:
-        # Groups cannot be pickled; the mesh provides groups of the same ranks.
+        # Groups cannot be pickled. The mesh has groups of the same ranks.
         args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_sharded, self.spread)
         return _on_mesh, (*args, self.name, self.is_written, self.num_rows)
 

@@ -1,20 +1,20 @@
-"""Reductions over all dims: reduce the slice, then the scalar over the ranks. Collective.
+"""Reductions over all dims: each rank reduces its slice, then the ranks reduce the scalars.
 
-The result is a plain tensor, equal on all ranks; all ranks must make the same calls. An empty slice
+The functions are collective. The result is a plain tensor, equal on all ranks. An empty slice
 contributes the neutral element. Sums are differentiable. Ranks may use a sum differently
-(`output / model.head.weight.norm()`); its gradient is the mean over the ranks, as for any
-parameter, and every slice gets it.
+(`output / model.head.weight.norm()`): its gradient is the mean over the ranks, as for any
+parameter, and every slice gets this gradient.
 
-Reductions over some dims, and those without a gradient for slices (``max``), are refused here; then
-the full tensor is gathered (``gathered_functions.py``).
+Reductions over some dims, and those without a gradient for slices (``max``), raise the error for
+unsupported functions. They then run on the gathered full tensor (``gathered_functions.py``).
 
 ``norm ** p`` is additive over slices: with slices of norms 3 and 4, the 2-norm is
 (9 + 16) ** 0.5 = 5.
 
 [Note: Norms with full_tensor]
 The norm of a DTensor is a DTensor, which scripts convert by ``full_tensor()`` before they log it.
-The norm of a FlatDTensor is the norm of the full tensor, equal on all ranks; ``full_tensor()``
-returns it unchanged.
+The norm of a FlatDTensor is already the norm of the full tensor, equal on all ranks;
+``full_tensor()`` returns its value unchanged.
 
 ``torch.nn.utils.clip_grad_norm_`` computes one norm from many. For parameters of ``fully_shard`` it
 returns a DTensor that is replicated over the mesh, as FSDP2 does. If some norms are of plain
@@ -40,7 +40,7 @@ from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.norms import ROW, real_dtype, slice_norm
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
 
-# Functions used by ``torch.nn.utils.get_total_norm``; the results of all others are plain tensors.
+# Functions of ``torch.nn.utils.get_total_norm``. Results of all other functions are plain tensors.
 _KEEPS = (torch.stack, torch.linalg.vector_norm, Tensor.to)
 
 
@@ -48,8 +48,8 @@ class FullNorm(Tensor):
     """The norm of a full tensor; see the module docstring.
 
     Attributes:
-        mesh: the mesh over which the norm of several tensors is a DTensor. None: it is a plain
-            tensor.
+        mesh: The mesh over which the norm of several tensors is a DTensor. None: that norm is a
+            plain tensor.
     """
 
     mesh: DeviceMesh | None = None
@@ -71,7 +71,7 @@ class FullNorm(Tensor):
         return norm
 
     def full_tensor(self) -> Tensor:
-        """The value as a plain tensor; it is already the norm of the full tensor."""
+        """Returns the value, which is the norm of the full tensor, as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -93,7 +93,7 @@ def _norms(args: Any) -> Iterator[Tensor]:
 
 
 def _common_mesh(args: Any) -> DeviceMesh | None:
-    """The mesh of all norms; None if some are of plain tensors or have another mesh."""
+    """Returns the mesh of all norms, or None if meshes differ or a norm has none."""
     meshes = [norm.mesh if isinstance(norm, FullNorm) else None for norm in _norms(args)]
     first = meshes[0] if meshes else None
     return first if all(mesh == first for mesh in meshes) else None
@@ -103,8 +103,8 @@ def as_full_norm(norm: Tensor, flat: FlatPlacement) -> Tensor:
     """Returns ``norm`` as a :class:`FullNorm` with the same memory and graph.
 
     Args:
-        norm: 0-d, of a full tensor.
-        flat: placement of that tensor.
+        norm: The norm of a full tensor, 0-d.
+        flat: The placement of this tensor.
     """
     result = norm.as_subclass(FullNorm)
     if flat.norm_is_dtensor:
@@ -115,7 +115,7 @@ def as_full_norm(norm: Tensor, flat: FlatPlacement) -> Tensor:
 Groups = tuple[ProcessGroup, ...]
 
 _NO_GRADIENT = "has no gradient here (use torch.no_grad())"
-# Supported parameters in positional order.
+# The supported parameters of functions, in positional order.
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "sum": ("input", "dim", "keepdim", "dtype"),
     "nansum": ("input", "dim", "keepdim", "dtype"),
@@ -146,14 +146,14 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
-    """Reduce a small tensor in place over each of ``groups`` in turn. Returns it."""
+    """Reduce a small tensor in place over each of ``groups`` in turn, and return it."""
     for group in groups:
         all_reduce_(tensor, group, op)
     return tensor
 
 
 def mean_over_mesh(grad: Tensor, flat: FlatPlacement) -> Tensor:
-    """The mean of a gradient over all ranks of the mesh."""
+    """Returns the mean of a gradient over all ranks of the mesh."""
     mesh = flat.mesh
     if mesh.size() == 1:
         return grad
@@ -171,7 +171,10 @@ def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
 
 
 def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
-    """Maximum or minimum over the ranks; NaN if any value is, which collectives do not ensure."""
+    """Returns the maximum or minimum over the ranks. It is NaN if any value is.
+
+    Collectives do not ensure this by themselves.
+    """
     if not groups:
         return value
     if not value.is_floating_point():
@@ -179,17 +182,17 @@ def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
     nan = value.isnan()
     sign = 1.0 if op == "max" else -1.0
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
-    # One collective for values (first row) and for whether any is NaN (second row).
+    # One collective reduces the values (first row) and whether any of them is NaN (second row).
     both = torch.stack((wide.masked_fill(nan, -sign * math.inf), nan * sign))
     reduced = reduce_over(both, groups, op)
     return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(value.dtype)
 
 
 def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-    """Arguments by name.
+    """Returns the arguments of a reduction by name.
 
     Raises:
-        ValueError: not a reduction over all dims of a FlatDTensor.
+        ValueError: The call is no reduction over all dims of a FlatDTensor.
     """
     named = ((key, value) for key, value in kwargs.items() if value is not None)
     kwargs = {"p" if key == "ord" else key: value for key, value in named}
@@ -208,7 +211,7 @@ def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any
 
 
 def _sum(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``sum``, ``nansum``, ``mean``, ``count_nonzero``."""
+    """Run ``sum``, ``nansum``, ``mean`` or ``count_nonzero``."""
     bound = _bind(cls, func, args, kwargs)
     flat, local, name = bound["input"]._flat, unwrap(bound["input"]), func.__name__
     if name == "count_nonzero":
@@ -216,9 +219,9 @@ def _sum(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     dtype = bound.get("dtype") or local.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         if name == "mean":
-            return func(local, dtype=dtype)  # torch's own error
+            return func(local, dtype=dtype)  # raises torch's error
         dtype = bound.get("dtype") or torch.int64
-    # Partial sums in bf16 would be rounded before they are reduced.
+    # Sums of slices are in fp32, because bf16 would round them before they are reduced.
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     add = torch.nansum if name == "nansum" else torch.sum
     total = _sum_over(add(local, dtype=wide), flat)
@@ -226,7 +229,7 @@ def _sum(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``max``, ``min``, ``amax``, ``amin``, ``any``, ``all``; of two tensors, elementwise."""
+    """Run ``max``, ``min``, ``amax``, ``amin``, ``any`` or ``all``; elementwise for two tensors."""
     if func.__name__ in {"max", "min"} and any(
         isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
     ):
@@ -242,7 +245,7 @@ def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if func.__name__ in {"any", "all"}:
         local = local.bool()
     elif not math.prod(flat.shape):
-        return func(local)  # torch's own error
+        return func(local)  # raises torch's error
     value = func(local) if local.numel() else _neutral(local, op)
     return _extreme_over(value, flat.groups, op)
 
@@ -259,7 +262,7 @@ def _neutral(local: Tensor, op: str) -> Tensor:
 
 
 def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``norm``, ``linalg.vector_norm``, and ``linalg.norm`` if it is a vector norm."""
+    """Run ``norm``, ``linalg.vector_norm``, or ``linalg.norm`` if it is a vector norm."""
     bound = _bind(cls, func, args, kwargs)
     flat, p = bound["input"]._flat, bound.get("p")
     if func.__name__ == "linalg_norm" and len(flat.shape) > 1 and p not in (None, "fro"):
@@ -270,13 +273,13 @@ def _norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         raise refusal(cls, func, args, _NO_GRADIENT)
     dtype = bound.get("dtype") or local.dtype
     if not math.prod(flat.shape):
-        return torch.linalg.vector_norm(local, order, dtype=dtype)  # or torch's own error
+        return torch.linalg.vector_norm(local, order, dtype=dtype)  # torch may raise an error
     norm = _slice_norm(local, order, dtype)
     return as_full_norm(_norm_over(norm, order, flat).to(real_dtype(dtype)), flat)
 
 
 def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``_foreach_norm`` and ``_foreach_max``: one all-reduce for the entire list."""
+    """Run ``_foreach_norm`` or ``_foreach_max``, with one all-reduce for tensors of one mesh."""
     tensors = list(args[0])
     takes_norms = func.__name__ == "_foreach_norm"
     order = math.inf
@@ -313,14 +316,14 @@ def _order(cls: Any, func: Function, args: Args, p: Any) -> float:
 
 
 def slice_norms(slices: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Returns the p-norm of each slice as 0-d fp64 tensors; :func:`slice_norm` of a list.
+    """Returns the p-norm of each slice as a 0-d fp64 tensor, like :func:`slice_norm`.
 
     Args:
-        slices: 1-D, none of them empty.
-        order: p.
+        slices: 1-D tensors, none of them empty.
+        order: The order p.
     """
-    # One call for all slices for which it is as accurate: small ones, and on devices that sum in
-    # trees.
+    # A single call computes the norms of all slices for which it is as accurate as slice_norm:
+    # small slices, and slices on devices that sum in trees.
     batched = [
         place
         for place, each in enumerate(slices)
@@ -350,17 +353,17 @@ def _slice_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
 
 
 def _norm_of_nothing(local: Tensor, order: float) -> Tensor:
-    # A sum, so that the result has a graph on this rank as well.
+    # The sum of no elements is computed, so that the result has a graph on this rank, too.
     return local.sum().abs().double() + (math.inf if order == -math.inf else 0.0)
 
 
 def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tensor:
-    """Norms over the ranks.
+    """Compute norms over all ranks from norms of slices.
 
     Args:
         norms: The norms of slices, in fp64, so that squares do not overflow.
-        order: p.
-        flat: the placement of one of the slices. None: norms of full, plain tensors.
+        order: The order p.
+        flat: The placement of one of the slices. None: these are norms of full, plain tensors.
     """
     if flat is None or not (flat.groups or norms.requires_grad):
         return norms
@@ -369,14 +372,14 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
     if order == 0:
         return _sum_over(norms, flat)
     total = _sum_over(norms**order, flat)
-    # The root is not differentiable at 0; torch's norms have gradient 0 there.
+    # The root is not differentiable at 0, where torch's norms have gradient 0.
     zero = total == 0
     root = total.masked_fill(zero, 1.0) ** (1.0 / order)
     return root.masked_fill(zero, 0.0)
 
 
 def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """``equal`` and ``allclose`` of two FlatDTensors of one slice: a bool, equal on all ranks."""
+    """Run ``equal`` or ``allclose`` on two FlatDTensors of one slice. All ranks get one result."""
     a, b, *_ = args
     if not isinstance(a, cls) or not isinstance(b, cls) or a._flat != b._flat:
         raise refusal(cls, func, args, "compares tensors of different slices")
@@ -386,10 +389,11 @@ def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
 
 
 def unscale(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
-    """``_amp_foreach_non_finite_check_and_unscale_``, with ``found_inf`` reduced over the ranks."""
+    """Run ``_amp_foreach_non_finite_check_and_unscale_``, and reduce ``found_inf`` over ranks."""
     grads, found_inf, inverse_scale = args
     device = current_accelerator() if inverse_scale.device.type == "cpu" else None
-    if device is not None:  # GradScaler copies its scale to gradients on the host without a wait
+    if device is not None:
+        # For gradients on the host, GradScaler copies its scale to the host without waiting.
         module_of(device).current_stream(device).synchronize()
     func([t._local_tensor if isinstance(t, cls) else t for t in grads], found_inf, inverse_scale)
     for groups in {t._flat.groups: None for t in grads if isinstance(t, cls)}:

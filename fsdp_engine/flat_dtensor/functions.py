@@ -13,9 +13,9 @@
                                                                 result (``gathered_functions.py``)
     =============  ===========================================  ==================================
 
-All other functions raise ValueError. Functions are listed by name because torch's tag for pointwise
-functions includes ``equal`` and ``rrelu``, and lacks ``subtract`` and every in-place comparison
-(2.11 to 2.13).
+All other functions raise ValueError. Functions are listed by name because functions with torch's
+tag for pointwise functions include ``equal`` and ``rrelu``, but not ``subtract`` and in-place
+comparisons (2.11 to 2.13).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fsdp_engine.flat_dtensor.slices import (
     words,
 )
 
-# Including the forms `name_`, `special_name`, `_foreach_name` and `_foreach_name_`.
+# Each name also stands for `name_`, `special_name`, `_foreach_name` and `_foreach_name_`.
 _ELEMENTWISE = words(
     """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
@@ -59,7 +59,7 @@ _ELEMENTWISE = words(
     trunc where xlogy
     """
 )
-# Each as `__name__`, `__rname__`, `__iname__`.
+# Each name stands for `__name__`, `__rname__` and `__iname__`.
 _OPERATORS = words(
     """
     add sub mul div truediv floordiv mod pow and or xor lshift rshift eq ne lt le gt ge neg pos abs
@@ -96,7 +96,7 @@ _handlers: dict[Function, Handler] = {}
 
 
 def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Call ``func`` with arguments of which at least one is a ``cls``.
+    """Call ``func`` with arguments that include a tensor of class ``cls``.
 
     Raises:
         ValueError: ``func`` is not defined for slices.
@@ -119,12 +119,12 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def gathers(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raises like :func:`refuse`; :func:`call` then runs the function on full tensors."""
+    """Raise the error of :func:`refuse`. :func:`call` then runs the function on full tensors."""
     refuse(cls, func, args, kwargs)
 
 
 def handler_of(func: Function) -> Handler:
-    """The implementation of ``func``; looked up by name once, then by the function itself."""
+    """Returns the implementation of ``func``, which is found by name once and then cached."""
     handler = _handlers.get(func)
     if handler is None:
         handler = _handlers[func] = _classify(func)
@@ -187,7 +187,7 @@ def _detach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def _zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     check_inplace(func, args[0])
     args[0]._local_tensor.zero_()
-    args[0].zeroed = True  # after the change: valid until the next change
+    args[0].zeroed = True  # valid until the next change of the version counter
     return args[0]
 
 
@@ -199,22 +199,25 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _gradient(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``Tensor.grad.__get__``: calls the property of FlatDTensor instead."""
+    """Run ``Tensor.grad.__get__`` by the property of FlatDTensor."""
     return args[0].grad
 
 
 def _takes_data(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
-    """Lets ``module.to()`` set ``.data``, which copies, or raises an error."""
+    """Returns True, so that ``module.to()`` sets ``.data``, which copies or raises an error."""
     return True
 
 
 def _no_address(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> int:
-    """Returns 0, as for any DTensor: the wrapper has no memory. torch would return the offset of
-    the slice in its flat buffer, which DCP's stager would use as an address."""
+    """Returns 0, as for any DTensor, because the wrapper has no memory.
+
+    torch would return the offset of the slice in its flat buffer, which DCP's stager would use as
+    an address.
+    """
     return 0
 
 
-# Pending steps are not waited for by these.
+# Handlers that do not wait for pending optimizer steps.
 _READ_NO_ELEMENTS = {_metadata, _set_metadata, _detach, _gradient, _takes_data, _no_address}
 
 _SPECIAL: dict[str, Handler] = {
@@ -228,7 +231,7 @@ _SPECIAL: dict[str, Handler] = {
     "_foreach_zero_": _foreach_zero_,
     "__setitem__": set_masked,
 }
-# Modules that are loaded when a function of theirs is first called.
+# Names of functions by the module that implements them. It is imported at the first call.
 _LOADED_LATER = {
     "full_reductions": words(
         """

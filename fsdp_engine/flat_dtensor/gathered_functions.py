@@ -1,13 +1,13 @@
-"""Functions that cannot be computed from slices: gather the full tensor and run on it. Collective.
+"""Runs functions that cannot be computed from slices on the gathered full tensor. Collective.
 
-    p.norm(dim=1)   p @ x   torch.linalg.svdvals(p)       a plain tensor, equal on all ranks
-    p[0]   p.T   p.view(-1)                               the same; a change of it, in any form,
-                                                          changes the parameter
-    p[0] = 1   p.index_fill_(0, i, 1)                     the slice of the result is kept
+    p.norm(dim=1)   p @ x   torch.linalg.svdvals(p)       result: a plain tensor, equal on all ranks
+    p[0]   p.T   p.view(-1)                               result: a plain tensor; any in-place
+                                                          change of it also changes the parameter
+    p[0] = 1   p.index_fill_(0, i, 1)                     the parameter gets its slice of the result
 
-All ranks must make the same calls. Gradients are those of ``full_tensor()``: the mean over the
-ranks. In an optimizer's step these functions raise, since all ranks would repeat the same
-computation on full matrices.
+All ranks must make the same calls. Gradients are the mean over the ranks, as for ``full_tensor()``.
+In an optimizer's step these functions raise, because all ranks would repeat the same computation on
+full matrices.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ _warned: set[str] = set()
 
 
 class GatheredCopy:
-    """The full tensor of a sharded one.
+    """The gathered full values of a sharded tensor, over which there may be views.
 
     Args:
-        target: the sharded tensor.
-        full: its full values, which views of them may change.
+        target: The sharded tensor.
+        full: The full values.
     """
 
     def __init__(self, target: Any, full: Tensor) -> None:
@@ -89,11 +89,11 @@ class GatheredCopy:
 
     @property
     def may_be_stale(self) -> bool:
-        """Whether the sharded tensor, or another one of its buffer, has changed since."""
+        """Whether the sharded tensor or another one in its buffer has changed after the gather."""
         return bool(self._version != self._target._local_tensor._version)
 
     def is_viewed_by(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` shares the memory of the full values."""
+        """Returns whether ``tensor`` shares the memory of the full values."""
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             return False
         return bool(tensor.untyped_storage()._cdata == self.full.untyped_storage()._cdata)
@@ -103,16 +103,18 @@ class GatheredCopy:
         check_change(name, self._target)
 
     def write_back(self, name: str, views: Sequence[Tensor], before: Tensor | None) -> None:
-        """Write changed views into the sharded tensor. Collective.
+        """Copy changed views into the sharded tensor. Collective.
 
         Args:
-            name: The name of the function that changed them.
-            views: The views of the full values.
-            before: the full values before, if the sharded tensor may have changed since the gather.
+            name: Name of the function that changed them.
+            views: The changed views of the full values.
+            before: The full values before the change, if the sharded tensor may have changed since
+                the gather.
 
         Raises:
-            RuntimeError: the sharded tensor requires grad and grad mode is enabled.
-            ValueError: ranks wrote different values, or these elements have changed since.
+            RuntimeError: The sharded tensor requires grad and grad mode is enabled.
+            ValueError: Ranks have written different values, or these elements of the sharded tensor
+                have changed since the gather.
         """
         self.check_change(name)
         with torch.no_grad():
@@ -134,6 +136,10 @@ class GatheredCopy:
     def store(self, name: str, full: Tensor) -> None:
         """Copy this rank's slice of ``full`` into the sharded tensor. Collective.
 
+        Args:
+            name: Name of the function that changed the values, for errors.
+            full: The full values.
+
         Raises:
             ValueError: ``full`` differs between ranks.
         """
@@ -150,7 +156,7 @@ class GatheredCopy:
 
 
 def _same_view(view: Tensor, full: Tensor) -> Tensor:
-    """The elements of ``full`` that ``view`` has of another copy of it."""
+    """Returns a view of ``full`` with the same elements that ``view`` has of another copy."""
     elements = full.view(-1).view(view.dtype)
     return elements.as_strided(view.size(), view.stride(), view.storage_offset())
 
@@ -160,15 +166,18 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 
 def _words(full: Tensor) -> Tensor:
-    """The bytes of a full tensor as 64-bit words."""
+    """Returns the bytes of a full tensor as 64-bit words, padded with zeros."""
     flat = full.detach().contiguous().view(-1).view(torch.uint8)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
 
 
 class GatheredView(Tensor):
-    """A view of a gathered tensor: a plain tensor, except that functions that change it also change
-    the shards, whatever their form (``out=``, lists, ``inplace=True``, ``torch.nn.init``). All
-    ranks must make the same changes."""
+    """A view of a gathered tensor. Functions that change it also change the sharded tensor.
+
+    This holds for all forms of change (in-place functions, ``out=``, lists, ``inplace=True``,
+    ``torch.nn.init``). In other respects the view acts as a plain tensor. All ranks must make the
+    same changes.
+    """
 
     _copy: GatheredCopy
 
@@ -227,42 +236,41 @@ class GatheredView(Tensor):
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """The version counter; None: the tensor has none (``torch.inference_mode``)."""
+    """Returns the version counter, or None for tensors without one (``torch.inference_mode``)."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _drawing(draws: bool, kwargs: Kwargs, copy: GatheredCopy) -> AbstractContextManager[None]:
-    """A context in which ``draws``, whether a function draws random numbers, is the same on all
-    ranks."""
+    """Returns a context in which random draws, if ``draws``, are the same on all ranks."""
     if not draws:
         return nullcontext()
     return one_generator(kwargs.get("generator"), copy.full.device, copy.flat)
 
 
 def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: ValueError) -> Any:
-    """Run ``func`` on full tensors if it is listed above. Collective.
+    """Run ``func`` on full tensors if it is in ``NAMES`` or is an in-place function. Collective.
 
     Args:
-        cls: the class of sharded tensors.
-        func, args, kwargs: the call, which is not defined for slices.
-        error: the error that the call raised for slices.
+        cls: The class of sharded tensors.
+        func, args, kwargs: The call, which is not defined for slices.
+        error: The error that the call has raised for slices.
 
     Raises:
-        ValueError: ``error``, if ``func`` is not listed and changes no elements.
-        RuntimeError: an optimizer's step makes the call.
+        ValueError: ``func`` cannot run on full tensors; this is ``error``.
+        RuntimeError: An optimizer's step makes the call.
     """
     name = name_of(func)
     changes = is_inplace(func) and bool(args) and isinstance(args[0], cls)
     if name not in REDUCTIONS:
-        # numpy() shares memory, numpy(force=True) may copy.
+        # numpy() must share memory, but numpy(force=True) may return a copy.
         is_known = name in NAMES or (name == "numpy" and kwargs.get("force", False))
-        # p.expand_as(p) looks for the node at which autograd accumulates.
+        # p.expand_as(p) is used to find the node that accumulates gradients.
         is_of_itself = name.endswith("_as") and len(args) > 1 and args[0] is args[1]
         if not (is_known or changes) or is_of_itself or kwargs.get("out") is not None:
             raise error
         if (optimizer := _stepping()) is not None:
             if changes and any(_has_other_slice(args[0], each) for each in args[1:]):
-                raise error  # state of other ranks or levels
+                raise error  # the state was saved with other ranks or levels
             raise RuntimeError(
                 f"{optimizer}: expected an optimizer that treats each element by itself, since "
                 "parameters, gradients and state are sharded into flat slices; found one that "
@@ -291,7 +299,7 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
             raise error
         copy.store(name, copy.full)
     for key, each in full.items():
-        if result is each:  # for example a view to the same shape
+        if result is each:  # such as a view with the same shape
             return sharded[key]
     if name == "numpy":
         result.flags.writeable = False
@@ -299,7 +307,7 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
 
 
 def _has_other_slice(tensor: Any, other: Any) -> bool:
-    """Whether ``other`` is a tensor of the same shape of which this rank has another slice."""
+    """Returns whether ``other`` is a sharded tensor with the same shape and another slice."""
     return (
         isinstance(other, type(tensor))
         and other.shape == tensor.shape
@@ -308,7 +316,7 @@ def _has_other_slice(tensor: Any, other: Any) -> bool:
 
 
 def _as_views(result: Any, copies: Sequence[GatheredCopy]) -> Any:
-    """``result`` with views of the full tensors as :class:`GatheredView`."""
+    """Returns ``result``, with views of the full tensors converted to :class:`GatheredView`."""
 
     def as_view(tensor: Tensor) -> Tensor:
         for copy in copies:
@@ -322,8 +330,10 @@ def _as_views(result: Any, copies: Sequence[GatheredCopy]) -> Any:
 
 
 def _stepping() -> str | None:
-    """The class name of the optimizer whose step is on the call stack; None if there is none. Only
-    called if a full tensor is about to be gathered or refused, so not in a step that succeeds."""
+    """Returns the class name of the optimizer whose step is on the call stack, or None.
+
+    Only called before a gather or an error, so not in a step that succeeds.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         stepped = frame.f_locals.get("self") if "step" in frame.f_code.co_name else None

@@ -1,14 +1,14 @@
 """Slices of main weights that are passed to users as plain tensors (``FlatDTensor.to_local()``).
 
-Functions of torch increment a tensor's version counter when they write it, which tells the engine
-to send its weights again. Collectives, and writes through NumPy, DLPack and pointers, do not. So a
-slice that is passed to one of these marks the weights as changed at that moment, and the next
-forward sends them. All ranks must make the same calls, as they must for writes: where ranks were
-to gather different weights they would wait for each other. Reading a slice by functions of torch
-marks nothing, so one rank may do it alone.
+Functions of torch that write to a tensor increment its version counter, by which the engine detects
+that it has to gather the weights again. Collectives, and writes through NumPy, DLPack and pointers,
+do not increment it. When a slice is passed to one of these, it marks the weights as changed, and
+the next forward gathers them. All ranks must make the same calls, as for all writes: ranks that
+gathered different weights would wait for each other. A read by a function of torch marks nothing,
+so it may be made on one rank only.
 
-Writes through an array or pointer that was taken before the last forward are not seen; call
-``engine.weights_changed()`` on all ranks after them.
+The engine does not detect writes through an array or pointer that was made before the last forward;
+call ``engine.weights_changed()`` on all ranks after them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,21 @@ _POINTERS = frozenset(
 )
 # Before 2.13, some of torch's collectives (broadcast) do not dispatch on the class of tensors.
 COLLECTIVES_DISPATCH = TorchVersion(torch.__version__) >= "2.13"
-# For each slice of main weights a reference to the function that marks them as changed.
+# For each slice of main weights, a weak reference to the method that marks them as changed.
 _MARKS: Any = WeakTensorKeyDictionary()
 _writes_unseen: dict[Function, bool] = {}
 
 
 def watch_slice(local: Tensor, mark: Callable[[], None]) -> None:
-    """Call ``mark``, a method, when ``local`` may be written without a change of its version."""
+    """Call the method ``mark`` when ``local`` may be changed without a change of its version."""
     _MARKS[local] = weakref.WeakMethod(mark)
 
 
 def given_out(local: Tensor, given: Tensor) -> Tensor:
-    """Returns ``given``, an alias of ``local`` for the user; a :class:`GivenSlice` for a slice of
-    main weights."""
+    """Returns ``given``, an alias of ``local``, as the tensor to pass to the user.
+
+    For a slice of main weights, this is a :class:`GivenSlice`.
+    """
     mark = _MARKS.get(local)
     if mark is None or type(given) is not Tensor:
         return given
@@ -52,7 +54,7 @@ def given_out(local: Tensor, given: Tensor) -> Tensor:
 
 
 class GivenSlice(Tensor):
-    """A plain tensor, except that it marks main weights as changed; see the module docstring."""
+    """Acts as a plain tensor, and marks main weights as changed: see the module docstring."""
 
     _mark: Any
 
@@ -85,7 +87,7 @@ class GivenSlice(Tensor):
                         _run(each._mark)
 
     def plain(self) -> Tensor:
-        """The same elements as a plain tensor."""
+        """Returns a plain tensor over the same memory."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
@@ -97,7 +99,7 @@ class GivenSlice(Tensor):
 
 
 def _aliases(cls: Any, func: Function, result: Any, args: Args) -> Any:
-    """``result`` with views of a slice as ``cls``."""
+    """Returns ``result``, with views of a slice converted to ``cls``."""
     first = args[0] if args else None
     if not isinstance(first, cls):
         return result

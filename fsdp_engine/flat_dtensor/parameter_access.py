@@ -5,18 +5,18 @@ Outside its unit's forward a parameter is a FlatDTensor, and its values have to 
 to be averaged over the ranks like all gradients. It is therefore accumulated into the full
 parameter, together with the gradients of the forward's uses, and reduced once.
 
-The unit's reduction has to wait for it. The backward of a read that preceded forward runs after all
-others, so the reads whose backward is pending are counted.
+The unit's reduction has to wait for this gradient. If a read precedes forward, its backward runs
+after all others, so reads whose backward is pending are counted.
 
 [Note: Hooks on parameters]
 Autograd would run users' hooks (`register_hook`, `register_post_accumulate_grad_hook`) on the
-unreduced gradient of a full parameter. The engine runs them on the reduced gradient, at the points
-where torch does: hooks on gradients on the new gradient, before it is added to earlier ones; hooks
-on parameters when ``.grad`` is the sum. Hooks from before ``shard`` are kept in the dictionaries
-that their handles reference, so that ``handle.remove()`` works.
+unreduced gradient of a full parameter. The engine runs them on the reduced gradient, at the same
+points as torch. Hooks on gradients run on the new gradient, before it is added to earlier ones.
+Hooks on parameters run when ``.grad`` is the sum. Hooks that were registered before ``shard`` are
+kept in the dictionaries that their handles reference, so that ``handle.remove()`` works.
 
-Sharded parameters register hooks here. For plain parameters torch registers them; they are moved
-here when the next backward begins.
+Sharded parameters register hooks in :class:`ParamHooks`. For plain parameters torch registers them,
+and they are moved to :class:`ParamHooks` when the next backward begins.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class ParamHooks:
 
     Args:
         names: The names of the parameters.
-        originals: the parameters that were passed to ``shard``.
+        originals: The parameters that were passed to ``shard``.
     """
 
     def __init__(self, names: Sequence[str], originals: Sequence[Tensor]) -> None:
         self._names = names
-        # By index of the parameter; one dictionary per registration or move.
+        # Hooks by index of the parameter, with one dictionary per registration or move.
         self._on_grad: dict[int, list[Hooks]] = {}
         self._on_param: dict[int, list[Hooks]] = {}
-        # For plain parameters the key of the engine's own hook, which is not moved.
+        # For plain parameters, the key of the engine's hook, which is not moved.
         self.own: dict[int, int] = {}
         for index, original in enumerate(originals):
             if original._backward_hooks:
@@ -57,8 +57,8 @@ class ParamHooks:
                 self._on_param[index] = [original._post_accumulate_grad_hooks]
 
     def add(self, index: int, hook: Callable[..., Any], *, on_param: bool) -> RemovableHandle:
-        """Add a hook to parameter ``index``: ``hook(gradient)``, or (``on_param``)
-        ``hook(param)``."""
+        """Add a hook to parameter ``index``: ``hook(param)`` if ``on_param``, else
+        ``hook(gradient)``."""
         hooks: Hooks = OrderedDict()
         (self._on_param if on_param else self._on_grad).setdefault(index, []).append(hooks)
         handle = RemovableHandle(hooks)
@@ -87,7 +87,7 @@ class ParamHooks:
         """Run ``hook(gradient)`` on the new, reduced gradients.
 
         Raises:
-            TypeError: a hook returned neither None nor a gradient of the same shape.
+            TypeError: A hook has returned neither None nor a gradient of the same shape.
         """
         for index in self.hooked:
             grad = _gradient(params[index])
@@ -105,7 +105,7 @@ class ParamHooks:
 
     @torch.no_grad()
     def run_on_params(self, params: Sequence[Tensor]) -> None:
-        """Run ``hook(param)`` on the parameters whose gradients are accumulated."""
+        """Run ``hook(param)`` on the parameters that have a gradient."""
         for index in sorted(self._on_param):
             if _gradient(params[index]) is not None:
                 for hook in _all(self._on_param[index]):
@@ -113,7 +113,7 @@ class ParamHooks:
 
 
 def _gradient(param: Tensor) -> Any:
-    """``.grad``; of a FlatDTensor with ``takes_slices``, since masks are equal on all ranks."""
+    """Returns ``.grad`` with ``takes_slices`` set: masks in hooks are equal on all ranks."""
     grad: Any = param.grad
     if grad is not None:
         grad.takes_slices = True
@@ -128,21 +128,22 @@ class ParameterAccess:
     """Accesses to the sharded parameters of one buffer.
 
     Attributes:
-        full_params: the buffer's full parameters.
+        full_params: The full parameters of the buffer.
         names: The names of the parameters.
-        hooks: users' hooks on the parameters.
-        reduces_gradients: an engine reduces gradients of the full parameters.
-        num_pending_reads: reads whose backward is pending and whose graph still exists.
-        on_read: gathers the full parameters for a function that needs them, and returns whether
-            they are gathered. None: not possible.
-        on_change: called before a slice is changed in place; None: nothing has to be done.
-        on_gradient: called when a user has assigned ``.grad``, with whether it is not None.
-        requires_grad_changed: a user may have changed ``requires_grad`` of a parameter.
-        gradients: users' accesses to ``.grad``.
-        main_grad: returns the accumulation buffer's slice of a parameter. None: parameters have no
-            ``main_grad``.
-        set_main_grad: copies a value into that slice.
-        deleted_main_grads: indices of parameters whose ``main_grad`` the user has deleted.
+        hooks: The users' hooks on the parameters.
+        reduces_gradients: Whether an engine reduces gradients of the full parameters.
+        num_pending_reads: Number of reads whose backward is pending and whose graph still exists.
+        on_read: Function that gathers the full parameters for a function that needs them, and
+            returns whether they are gathered. None: they cannot be gathered.
+        on_change: Function that is called before a slice is changed in place, or None.
+        on_gradient: Function that is called when a user has assigned ``.grad``, or None. Its
+            argument is whether the new value is a tensor.
+        requires_grad_changed: Whether a user may have changed ``requires_grad`` of a parameter.
+        gradients: The users' accesses to ``.grad``.
+        main_grad: Function that returns the slice of the accumulated gradient of a parameter. None:
+            parameters have no ``main_grad``.
+        set_main_grad: Function that copies a value into this slice.
+        deleted_main_grads: Indices of parameters whose ``main_grad`` the user has deleted.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class ParameterAccess:
         self.deleted_main_grads: set[int] = set()
 
     def backref(self, index: int) -> ParameterBackref:
-        """The reference that the sharded parameter ``index`` holds."""
+        """Returns the reference of the sharded parameter ``index`` to this object."""
         return ParameterBackref(self, index)
 
 
@@ -171,9 +172,9 @@ class GradientAccess:
     """Users' accesses to ``.grad`` of one buffer's sharded parameters.
 
     Attributes:
-        were_accessed: a user has read a gradient and may still reference it.
-        in_flight: returns a function that waits for the gradients' reductions, or None. None if no
-            reduction is in flight.
+        were_accessed: Whether a user has read a gradient and may still have a reference to it.
+        in_flight: None if no reduction of the gradients is in flight. Otherwise a function that
+            returns a function to wait for the reductions, or None if none is pending any longer.
     """
 
     __slots__ = ("in_flight", "were_accessed")
@@ -183,7 +184,7 @@ class GradientAccess:
         self.in_flight: Callable[[], Callable[[], None] | None] | None = None
 
     def wait(self) -> None:
-        """Wait for the reductions; afterwards only compute writes the gradients."""
+        """Wait for the reductions, so that only compute writes the gradients afterwards."""
         if self.in_flight is not None:
             wait = self.in_flight()
             self.in_flight = None
@@ -192,11 +193,12 @@ class GradientAccess:
 
 
 class ParameterBackref:
-    """A sharded parameter's reference to its buffer. Copies and pickles of the parameter do not
-    contain it.
+    """The reference of a sharded parameter to its buffer.
+
+    Copies and pickles of the parameter do not contain it.
 
     Attributes:
-        gradients: users' accesses to the buffer's gradients.
+        gradients: The users' accesses to the gradients of the buffer.
     """
 
     __slots__ = ("_hooks", "_index", "_reads", "gradients")
@@ -204,7 +206,7 @@ class ParameterBackref:
     def __init__(self, reads: ParameterAccess, index: int) -> None:
         self._hooks = reads.hooks
         self.gradients = reads.gradients
-        # Weak, so that a reference to a parameter does not keep the engine's memory alive.
+        # The reference is weak, so that a parameter does not keep the engine's memory alive.
         self._reads = weakref.ref(reads)
         self._index = index
 
@@ -216,7 +218,7 @@ class ParameterBackref:
 
     @property
     def name(self) -> str:
-        """The parameter's fully qualified name."""
+        """The fully qualified name of the parameter."""
         reads = self._reads()
         return reads.names[self._index] if reads is not None else "a parameter"
 
@@ -225,19 +227,19 @@ class ParameterBackref:
         return self._hooks.add(self._index, hook, on_param=on_param)
 
     def prepare_change(self) -> None:
-        """Called before the user changes the slice in place."""
+        """Prepare for an in-place change of the slice by the user."""
         reads = self._reads()
         if reads is not None and reads.on_change is not None:
             reads.on_change()
 
     def notify_grad_set(self, is_there: bool) -> None:
-        """Called when the user has set ``.grad`` to None, or (``is_there``) to a tensor."""
+        """Record that the user has set ``.grad`` to a tensor (``is_there``) or to None."""
         reads = self._reads()
         if reads is not None and reads.on_gradient is not None:
             reads.on_gradient(is_there)
 
     def notify_attribute_set(self) -> None:
-        """Called when the user may have set ``requires_grad`` or ``.grad``."""
+        """Record that the user may have set ``requires_grad`` or ``.grad``."""
         reads = self._reads()
         if reads is not None:
             reads.requires_grad_changed = True
@@ -246,14 +248,14 @@ class ParameterBackref:
 
     @property
     def main_grad(self) -> Tensor | None:
-        """This rank's slice of the accumulated gradient; None: the attribute does not exist."""
+        """This rank's slice of the accumulated gradient. None: the attribute does not exist."""
         reads = self._reads()
         if reads is None or reads.main_grad is None or self._index in reads.deleted_main_grads:
             return None
         return reads.main_grad(self._index)
 
     def set_main_grad(self, value: Tensor) -> bool:
-        """Copy ``value`` into the accumulated gradient. Returns False if there is none."""
+        """Copy ``value`` into the accumulated gradient. Returns False if the parameter has none."""
         reads = self._reads()
         if reads is None or reads.set_main_grad is None:
             return False
@@ -271,39 +273,45 @@ class ParameterBackref:
 
     @property
     def full_param(self) -> Tensor | None:
-        """The full parameter, a leaf of the forward's graphs; None: the engine was deleted."""
+        """The full parameter, a leaf of forward's graphs. None: the engine was deleted."""
         reads = self._reads()
         return reads.full_params[self._index] if reads is not None else None
 
     def gathered_param(self) -> Tensor | None:
-        """The full parameter, gathered if necessary; None if that is not possible (outside the
-        model's forward)."""
+        """Returns the full parameter, which is gathered if necessary.
+
+        Returns None if it cannot be gathered (outside the model's forward).
+        """
         reads = self._reads()
         if reads is None or reads.on_read is None or not reads.on_read():
             return None
         return reads.full_params[self._index]
 
     def differentiable(self, values: Tensor, spread: TensorParallelSpec | None) -> Tensor | None:
-        """Returns ``values`` with a graph that leads to the full parameter; None if there is no
-        engine, or no engine yet.
+        """Returns ``values`` with a graph that leads to the full parameter.
+
+        Returns None if no engine reduces gradients of the parameter.
 
         Args:
-            values: the full main weights.
-            spread: The placement of a parameter that is a DTensor.
+            values: The full main weights.
+            spread: The placement over other mesh dimensions, of a parameter that is a DTensor.
         """
         reads = self._reads()
         if reads is None or not reads.reduces_gradients:
             return None
         leaf = reads.full_params[self._index]
         if not leaf.requires_grad:
-            leaf.requires_grad_(True)  # the user set requires_grad after the last forward
+            # The user has set requires_grad of the sharded parameter after the last forward.
+            leaf.requires_grad_(True)
         result: Tensor = _Read.apply(leaf, values, _Count(reads), spread)  # type: ignore[no-untyped-call]
         return result
 
 
 class _Count:
-    """One pending read: counted from its construction until its backward, or until its graph is
-    deleted."""
+    """The count of one pending read, from its construction to its backward.
+
+    If the graph is deleted before, the read is no longer counted.
+    """
 
     __slots__ = ("_counts", "_reads")
 

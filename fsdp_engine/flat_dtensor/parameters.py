@@ -1,7 +1,7 @@
 """Batched access to autograd attributes of parameters, sharded or plain.
 
-Each function is one pass in C, because properties of ``FlatDTensor`` take host time and units may
-have thousands of small parameters.
+The functions loop in C, because properties of ``FlatDTensor`` take host time and units may have
+thousands of small parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _get_version = _tensor_class._version.__get__
 
 
 def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
-    """``.grad`` of each parameter."""
+    """Returns ``.grad`` of each parameter."""
     with _NoTorchFunction():
         grads: list[Tensor | None] = list(map(_get_grad, params))
     if DTensor in set(map(type, grads)):  # see FlatDTensor.grad
@@ -36,7 +36,7 @@ def gradients_of(params: Sequence[Tensor]) -> list[Tensor | None]:
 
 
 def set_gradients(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Set ``.grad`` of each parameter to the gradient at the same index, of the same slice."""
+    """Set ``.grad`` of each parameter. Gradients must have the slice of their parameter."""
     with _NoTorchFunction():
         deque(map(_set_grad, params, grads), maxlen=0)
 
@@ -47,15 +47,17 @@ def clear_gradients(params: Iterable[Tensor]) -> None:
 
 
 def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
-    """``requires_grad`` of each parameter."""
+    """Returns ``requires_grad`` of each parameter."""
     with _NoTorchFunction():
         return list(map(_get_requires_grad, params))
 
 
 def become(param: Tensor, other: Tensor) -> None:
-    """Give ``param`` the memory, dtype, device and placement of ``other``; it remains the same
-    object. Both are of the same class, and ``other`` must not be used afterwards. The gradient of
-    ``param`` must have been cleared."""
+    """Set the memory, dtype, device and placement of ``param`` to those of ``other``.
+
+    ``param`` remains the same object. Both have the same class. ``other`` must not be used
+    afterwards, and the gradient of ``param`` must be None.
+    """
     with _NoTorchFunction():
         if other.device.type == param.device.type:
             _set_data(param, other.detach())
@@ -67,19 +69,21 @@ def become(param: Tensor, other: Tensor) -> None:
 
 
 def any_requires_grad(params: Sequence[Tensor]) -> bool:
-    """Whether any parameter requires grad."""
+    """Returns whether any parameter requires grad."""
     with _NoTorchFunction():
         return any(map(_get_requires_grad, params))
 
 
 def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """The version counter of each of the plain tensors."""
+    """Returns the version counter of each plain tensor."""
     return list(map(_get_version, tensors))
 
 
 def accumulator_of(param: Tensor) -> Any:
-    """The AccumulateGrad node of ``param``, which exists as long as it is referenced. For a frozen
-    parameter, the node that applies if it is unfrozen."""
+    """Returns the AccumulateGrad node of ``param``, which exists as long as it is referenced.
+
+    For a frozen parameter, it is the node that autograd uses once the parameter is trainable.
+    """
     is_frozen = not param.requires_grad
     if is_frozen:
         param.requires_grad_(True)

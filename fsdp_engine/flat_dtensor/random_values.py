@@ -1,10 +1,10 @@
-"""In-place random functions: each rank draws the values of one process and keeps its slice.
+"""In-place random functions: each rank draws the full tensor and keeps its slice.
 
-A rank draws the full tensor from its own generator, as one process would. Values therefore do not
-depend on the number of ranks, and generators that had equal states before have equal states
+A rank draws the full tensor from its own generator, as a single process would. Values therefore do
+not depend on the number of ranks, and generators with equal states before have equal states
 afterwards. A small all-reduce compares the states first. If they differ, slices of different draws
-would not be a sample of the distribution, so all ranks draw from the first rank's generator state,
-and the generators of the other ranks are restored. Takes memory for one full tensor at a time.
+would not be a sample of the distribution. All ranks then draw from the first rank's generator
+state, and the generators of the other ranks are restored. One full tensor at a time is in memory.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from fsdp_engine.memory import allocator
 
 
 def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``tensor.normal_()`` etc., and functions of ``torch.nn.init``. Collective.
+    """Run ``tensor.normal_()`` and the like, or a function of ``torch.nn.init``. Collective.
 
     Raises:
-        ValueError: another argument is a tensor.
+        ValueError: Another argument is a tensor.
     """
     of_init = "tensor" in kwargs
     target = kwargs["tensor"] if of_init else args[0]
@@ -60,7 +60,7 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def constant_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.nn.init.constant_``."""
+    """Run ``torch.nn.init.constant_``."""
     with torch.no_grad():
         return kwargs["tensor"].fill_(kwargs["val"])
 
@@ -100,8 +100,10 @@ def one_generator(
 def _access(
     generator: torch.Generator | None, device: torch.device
 ) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
-    """Functions that get and set the generator's state. None: the default generator of
-    ``device``."""
+    """Returns functions that get and set the state of a generator.
+
+    None: the default generator of ``device``.
+    """
     if generator is not None:
         return generator.get_state, generator.set_state
     if is_accelerator(device):

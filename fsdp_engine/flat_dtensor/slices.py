@@ -1,15 +1,15 @@
-"""From a FlatDTensor to its slice and back, with autograd, and errors for other functions.
+"""Converts FlatDTensors to slices and back, with autograd, and makes errors for other functions.
 
 [Note: Not through DTensor's dispatch]
 DTensor would propagate ``Shard(0)``, but a flat slice is not a shard along a dim: the result would
 be wrong for ``mean`` and for every function along a dim, 0-d tensors would raise, and the host time
-would be several times that of the arithmetic of a small parameter. Therefore torch functions run on
-the slices. For autograd, ``_Unwrap`` and ``_Wrap`` surround plain operations. Only operations of
-the autograd engine itself (the sum of two gradients of one tensor) use DTensor's dispatch.
+would be several times the compute time of a small parameter. Therefore torch functions run on the
+slices. For autograd, ``_Unwrap`` and ``_Wrap`` surround plain operations. Only operations of the
+autograd engine itself (the sum of two gradients of one tensor) use DTensor's dispatch.
 
-The tensor class is passed in as ``cls``. Its instances have ``_local_tensor`` (the slice, 1-D) and
-``_flat`` (a :class:`~fsdp_engine.flat_dtensor.flat_placement.FlatPlacement`), and
-``cls._wrap(local, flat)`` constructs one.
+The tensor class is the argument ``cls`` of functions. Its instances have ``_local_tensor`` (the
+slice, 1-D) and ``_flat`` (a :class:`~fsdp_engine.flat_dtensor.flat_placement.FlatPlacement`), and
+``cls._wrap(local, flat)`` makes an instance.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _MARK = "_refuses_slices"
-# (tensor class, torch function, its arguments) -> its result
+# A function of the tensor class, a torch function and its arguments, which returns its result.
 Handler = Callable[[Any, Function, Args, Kwargs], Any]
 
 _INPLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imod__"}
@@ -38,7 +38,7 @@ _INPLACE_OPERATORS |= {"__iand__", "__ior__", "__ixor__", "__setitem__"}
 
 
 def words(text: str) -> frozenset[str]:
-    """The names of functions in a table."""
+    """Returns the names in a text that lists functions."""
     return frozenset(text.split())
 
 
@@ -52,7 +52,7 @@ DRAWS = words(
 
 
 class _Unwrap(torch.autograd.Function):
-    """The slice of a FlatDTensor as a differentiable plain tensor."""
+    """Converts a FlatDTensor to its slice, a differentiable plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any) -> Tensor:
@@ -68,7 +68,7 @@ class _Unwrap(torch.autograd.Function):
 
 
 class _Wrap(torch.autograd.Function):
-    """The differentiable FlatDTensor of a slice."""
+    """Converts a slice to a differentiable FlatDTensor."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, cls: Any, flat: FlatPlacement) -> Any:
@@ -86,14 +86,14 @@ class _Wrap(torch.autograd.Function):
 
 
 def as_gradient(tensor: Any) -> Any:
-    """Returns ``tensor``, a FlatDTensor, marked as the gradient of a slice."""
+    """Mark a FlatDTensor as the gradient of a slice, and return it."""
     tensor.is_gradient = True
     return tensor
 
 
-# Before 2.13, torch does not call `__torch_dispatch__` of subclasses of DTensor: sums and casts
-# that autograd itself computes are DTensors without a mark, and gradients cannot be told from
-# other slices.
+# Before 2.13, torch does not call `__torch_dispatch__` of subclasses of DTensor. Sums and casts
+# that autograd itself computes are then DTensors without the mark of gradients, so gradients cannot
+# be distinguished from other slices.
 MARKS_SUMS = TorchVersion(torch.__version__) >= "2.13"
 
 
@@ -101,7 +101,7 @@ def check_gradient(cls: Any, grad: Tensor, flat: FlatPlacement) -> None:
     """Check that the gradient of a sharded tensor was computed from gradients of slices.
 
     Raises:
-        RuntimeError: an ``autograd.Function`` computed it from this rank's values.
+        RuntimeError: An ``autograd.Function`` computed it from this rank's values.
     """
     if isinstance(grad, cls) and grad.is_gradient:
         return
@@ -119,12 +119,12 @@ def check_gradient(cls: Any, grad: Tensor, flat: FlatPlacement) -> None:
 
 
 def compact(local: Tensor) -> Tensor:
-    """A slice with stride 1. (For one element torch considers any stride contiguous.)"""
+    """Returns a slice with stride 1. (torch considers one element with any stride contiguous.)"""
     return local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
 
 
 def unwrap(tensor: Any) -> Tensor:
-    """The slice; differentiable if ``tensor`` requires grad and grad mode is enabled."""
+    """Returns the slice. It is differentiable if ``tensor`` requires grad, in grad mode."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         differentiable: Tensor = _Unwrap.apply(tensor)  # type: ignore[no-untyped-call]
         return differentiable
@@ -133,7 +133,7 @@ def unwrap(tensor: Any) -> Tensor:
 
 
 def rewrap(cls: Any, result: Any, flat: FlatPlacement) -> Any:
-    """The FlatDTensor of a slice, or of each slice in a list or tuple."""
+    """Returns the FlatDTensor of a slice, or of each slice in a list or tuple."""
     if isinstance(result, Tensor):
         return _Wrap.apply(result, cls, flat) if result.requires_grad else cls._wrap(result, flat)  # type: ignore[no-untyped-call]
     if isinstance(result, list | tuple):
@@ -142,7 +142,7 @@ def rewrap(cls: Any, result: Any, flat: FlatPlacement) -> Any:
 
 
 def name_of(func: Function) -> str:
-    """The public name of a torch function or of a tensor's property."""
+    """Returns the public name of a torch function or of a tensor's property."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name in {"__get__", "__set__"} else name  # type: ignore[attr-defined]
 
@@ -152,14 +152,14 @@ def refusal(
 ) -> ValueError:
     """Returns the error for a function that is not defined for slices.
 
-    The error is marked for :func:`refuses`: nothing was modified, and the call may succeed with
-    full parameters. It is not a TypeError, because operators replace that by "unsupported operand".
+    The error is marked for :func:`refuses`: no tensor was modified, and the call may succeed with
+    full parameters. It is no TypeError, because operators replace that by "unsupported operand".
 
     Args:
-        cls: the class of sharded tensors.
-        func: the function.
-        found: its arguments, or the placement of one.
-        why: the reason, for the message.
+        cls: The class of sharded tensors.
+        func: The function.
+        found: The arguments of the function, or the placement of one of them.
+        why: The reason, for the message.
     """
     flat = _first_flat(cls, found)
     described, within = "a FlatDTensor", ""
@@ -186,19 +186,21 @@ def refusal(
 
 
 def refuses(error: ValueError) -> bool:
-    """Whether the error is one of :func:`refusal`."""
+    """Returns whether :func:`refusal` has made the error."""
     return hasattr(error, _MARK)
 
 
 def refuse(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raises the ValueError of a function that is not defined for slices."""
+    """Raise the ValueError for a function that is not defined for slices."""
     raise refusal(cls, func, (args, kwargs))
 
 
 def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """The arguments with full parameters instead of sharded ones, gathered if necessary. None for
-    in-place functions, and if parameters cannot be gathered (outside the model's forward; see
-    ``runtime/model_hooks.py``)."""
+    """Returns the arguments with full parameters instead of sharded ones.
+
+    Parameters are gathered if necessary. Returns None for in-place functions, and if parameters
+    cannot be gathered (outside the model's forward; see ``runtime/model_hooks.py``).
+    """
     if is_inplace(func):
         return None
     found = [value for value in tree_leaves((args, kwargs)) if isinstance(value, cls)]
@@ -209,20 +211,22 @@ def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -
 
 
 def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raises the ValueError of a function that draws random numbers."""
+    """Raise the ValueError for a function that draws random numbers."""
     why = "random values would depend on the sharding (initialize full parameters instead)"
     raise refusal(cls, func, (args, kwargs), why)
 
 
 def is_inplace(func: Function) -> bool:
-    """Whether a torch function modifies its first argument, according to its name."""
+    """Returns whether a torch function modifies its first argument, according to its name."""
     name = func.__name__
     return (name[-1] == "_" and name[-2] != "_") or name in _INPLACE_OPERATORS
 
 
 def check_inplace(func: Function, tensor: Any) -> None:
-    """Apply autograd's rule for in-place functions, which cannot detect the change of a slice; and
-    wait for the device where it still reads the slice from host memory.
+    """Check an in-place change of a FlatDTensor, as autograd does for other tensors.
+
+    Autograd cannot detect the change of a slice. If the device still reads the slice from host
+    memory, wait for it.
 
     Raises:
         RuntimeError: ``func`` is in-place and ``tensor``, one of its arguments, requires grad.
@@ -232,7 +236,7 @@ def check_inplace(func: Function, tensor: Any) -> None:
 
 
 def check_change(name: str, tensor: Any) -> None:
-    """As :func:`check_inplace`, for a function ``name`` that changes ``tensor``."""
+    """Run :func:`check_inplace` for a function ``name`` that changes ``tensor``."""
     if (backref := getattr(tensor, "backref", None)) is not None:
         backref.prepare_change()
     if torch.is_grad_enabled() and tensor.requires_grad:

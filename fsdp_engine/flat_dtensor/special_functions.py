@@ -1,4 +1,4 @@
-"""Views, new tensors, elements, and backward of FlatDTensors."""
+"""Functions of FlatDTensors that make views and new tensors, read elements, or run backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_engine.flat_dtensor.slices import (
 
 
 def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``view``, ``reshape`` etc. to the same shape; ``view(dtype)`` of equal item size."""
+    """Run ``view``, ``reshape`` etc. to the same shape, or ``view(dtype)`` of equal item size."""
     tensor, *target = args
     if not isinstance(tensor, cls):  # plain.view_as(flat)
         return getattr(tensor, func.__name__.removesuffix("_as"))(*(t.shape for t in target))
@@ -40,7 +40,8 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         return elementwise(cls, func, args, kwargs)
     if func.__name__.endswith("_as"):
         if target[0] is tensor and tensor.is_leaf and tensor.requires_grad:
-            # torch finds the AccumulateGrad node this way, but no backward reaches this one.
+            # Code that looks for the AccumulateGrad node calls this, but no backward reaches the
+            # node of a sharded parameter.
             why = "looks for this parameter in the graph, which contains the full parameter"
             instead = ["register_post_accumulate_grad_hook", advice_for("view_as")]
             raise refusal(cls, func, args, f"{why} (use {', or '.join(filter(None, instead))})")
@@ -63,7 +64,7 @@ def _view(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _view_as_real(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Views complex elements as pairs of real ones, as optimizers do."""
+    """Run ``view_as_real``, by which optimizers view complex elements as pairs of real ones."""
     (tensor,) = (*args, *kwargs.values())
     return rewrap(cls, func(unwrap(tensor)).reshape(-1), tensor._flat.of_parts)
 
@@ -77,12 +78,12 @@ def _view_as_complex(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> An
 
 
 def _conj(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """A copy: the conjugate flag of a slice would not be visible on the FlatDTensor."""
+    """Returns a copy, because the FlatDTensor would not have the conjugate flag of its slice."""
     return elementwise(cls, torch.conj_physical, args, kwargs)
 
 
 def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``new_zeros`` etc.: a FlatDTensor for the same shape, else a plain tensor."""
+    """Run ``new_zeros`` etc. The result of the same shape is a FlatDTensor, else a plain tensor."""
     tensor, *rest = args
     local, flat = tensor._local_tensor, tensor._flat
     size = kwargs.pop("size", None)
@@ -99,12 +100,12 @@ def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 def _new_tensor(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(args[0], cls) and any(isinstance(each, cls) for each in args[1:]):
-        raise refusal(cls, func, args)  # it would read element by element
+        raise refusal(cls, func, args)  # torch would read the argument element by element
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
 def _item(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``item``, ``bool()`` etc. of a tensor of one element. Collective."""
+    """Run ``item``, ``bool()`` etc. on a tensor of one element. Collective."""
     if math.prod(args[0]._flat.shape) != 1:
         raise refusal(cls, func, args, "needs a tensor of one element")
     return func(args[0].full_tensor(), *args[1:], **kwargs)
@@ -114,19 +115,19 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     inputs = kwargs.get("inputs")
     flat = [
         each
-        # torch 2.11 passes on what the caller gave: a tensor or any sequence; torch 2.13 a tuple.
+        # torch 2.11 passes the caller's argument, a tensor or any sequence; torch 2.13 a tuple.
         for each in ((inputs,) if isinstance(inputs, Tensor) else inputs or ())
         if isinstance(each, cls)
     ]
     if flat:
-        # Modules compute with full parameters; the graph contains none of these tensors.
+        # Modules compute with full parameters, so the graph does not contain these tensors.
         names = ", ".join(each._flat.name or str(tuple(each.shape)) for each in flat[:4])
         raise ValueError(
             f"backward: expected no sharded parameters in inputs=; found {names}. Omit inputs= "
             "and call requires_grad_(False) on parameters that need no gradient"
         )
     tensor, *rest = args
-    if not isinstance(tensor, cls):  # torch.autograd.backward, of one tensor or several
+    if not isinstance(tensor, cls):  # torch.autograd.backward of one or several tensors
         tensors = (tensor,) if isinstance(tensor, Tensor) else tuple(tensor)
         if len(tensors) != 1 or not isinstance(tensors[0], cls):
             raise refusal(cls, func, args, "of several tensors (sum the losses)")
@@ -149,10 +150,10 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
 
 
 def _check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterBackref]) -> None:
-    """Check ``torch.autograd.grad`` with respect to sharded parameters.
+    """Check the outputs of ``torch.autograd.grad`` with respect to sharded parameters.
 
     Raises:
-        ValueError: the graph leads to the full parameter of one of them, whose gradient would have
+        ValueError: The graph leads to the full parameter of one of them, whose gradient would have
             to be reduced.
     """
     names = {
@@ -178,7 +179,7 @@ def _check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterB
 
 
 def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """``torch.autograd.grad``. ``grad_outputs`` of sharded outputs are gradients of slices."""
+    """Run ``torch.autograd.grad``. ``grad_outputs`` of sharded outputs are gradients of slices."""
     outputs = args[0] if args else kwargs["outputs"]
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)

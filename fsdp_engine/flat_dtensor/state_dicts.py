@@ -1,9 +1,9 @@
 """Patches ``torch.distributed.checkpoint.state_dict`` to load full tensors into FlatDTensors.
 
 ``set_model_state_dict`` and ``set_optimizer_state_dict`` with ``full_state_dict=True`` shard each
-full tensor by the placements of the target tensor. ``FlatShard`` does not describe that for torch,
-and there is no hook for it. The two functions that shard (torch 2.11 to 2.13) are therefore
-replaced here, and FlatDTensors are set by ``copy_``.
+full tensor by the placements of the target tensor. torch cannot do this for ``FlatShard``, and has
+no hook for it. This module therefore replaces the two functions of torch that shard (2.11 to 2.13),
+and sets FlatDTensors by ``copy_``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _distribute = _torch_utils.distribute_tensor
 def _distribute_or_copy(
     state: dict[str, Any], keys: Sequence[str], *rest: Any, **options: Any
 ) -> None:
-    """After a broadcast from rank 0: entries are pairs of a DTensor and the full tensor."""
+    """Replace pairs of a target tensor and a full tensor, after a broadcast from the first rank.
+
+    FlatDTensors are set by ``copy_``. torch's function handles all other pairs.
+    """
     for key in keys:
         pair = state.get(key)
         if isinstance(pair, tuple) and isinstance(pair[0], FlatDTensor):
@@ -39,7 +42,10 @@ def _distribute_or_copy(
 def _distribute_or_keep(
     tensor: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], **options: Any
 ) -> DTensor:
-    """If every rank has the full tensor: keep it replicated; ``copy_`` takes the slice later."""
+    """Shard a full tensor that every rank has. For FlatDTensors, return a replicated DTensor.
+
+    ``copy_`` of the FlatDTensor later takes its slice.
+    """
     if any(isinstance(placement, FlatShard) for placement in placements):
         return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
     distributed: DTensor = _distribute(tensor, mesh, placements, **options)

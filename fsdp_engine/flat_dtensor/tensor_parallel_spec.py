@@ -10,9 +10,9 @@ tensor.
     rows 0-2 on tp 0, 3-5 on tp 1         elements 0 to 11             [0, 6) on dp 0, [6, 12) on 1
 
 Modules compute with DTensors over the full shards, which are created once. Their gradients are
-redistributed to the parameter's placements (a partial one is reduced over the other dimensions),
-and this rank's shard is copied to the buffer. Users see one FlatDTensor of the global shape, over
-the mesh of all dimensions.
+redistributed to the parameter's placements (a ``Partial`` gradient is reduced over the other
+dimensions), and this rank's shard is copied to the buffer. Users see one FlatDTensor of the global
+shape, over the mesh of all dimensions.
 
 Along a dimension with ``Replicate()``, and along dimensions that are not in the parameter's mesh,
 several ranks hold the same elements. Checkpoints save them from the first of these ranks: if shards
@@ -52,10 +52,10 @@ class TensorParallelSpec:
 
     @classmethod
     def of(cls, tensor: DTensor) -> TensorParallelSpec:
-        """The spec of a DTensor.
+        """Returns the spec of a DTensor.
 
         Raises:
-            ValueError: a placement is neither ``Shard`` nor ``Replicate``.
+            ValueError: A placement is neither ``Shard`` nor ``Replicate``.
         """
         others = [each for each in tensor.placements if type(each) not in (Shard, Replicate)]
         if others:
@@ -67,17 +67,17 @@ class TensorParallelSpec:
 
     @cached_property
     def local_shape(self) -> torch.Size:
-        """Shape of this rank's shard."""
+        """The shape of this rank's shard."""
         return torch.Size(self._box[0])
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Offset of the shard in the global tensor in each dim."""
+        """The offset of the shard in the global tensor, in each dim."""
         return tuple(self._box[1])
 
     @cached_property
     def shard_groups(self) -> tuple[ProcessGroup, ...]:
-        """Groups over which the tensor is sharded; each element is on one rank of a group."""
+        """Groups over which the tensor is sharded. Each element is on one rank of a group."""
         sizes = self.mesh.shape
         return tuple(
             self.mesh.get_group(dim)
@@ -98,9 +98,14 @@ class TensorParallelSpec:
         return math.prod(size for size, placement in sizes if isinstance(placement, Shard))
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yields elements ``[start, stop)`` of this rank's shard, in row-major order, as ranges
-        that are also contiguous in the global tensor: (first element in the global tensor, first
-        element in the shard, number of elements)."""
+        """Divide a range of this rank's shard into ranges that are contiguous in the global tensor.
+
+        Args:
+            start, stop: The range ``[start, stop)`` of elements of the shard in row-major order.
+
+        Yields:
+            (first element in the global tensor, first element in the shard, number of elements).
+        """
         if start == stop:
             return
         full, local = self.shape, self.local_shape
@@ -118,7 +123,7 @@ class TensorParallelSpec:
             yield place + low - row * length, low, high - low
 
     def wrap(self, shard: Tensor) -> DTensor:
-        """A DTensor over the memory of this rank's shard, without a graph."""
+        """Returns a DTensor over the memory of this rank's shard, without a graph."""
         stride = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         with torch.no_grad():
             return DTensor.from_local(
@@ -131,18 +136,18 @@ class TensorParallelSpec:
             )
 
     def shard_of(self, full: Tensor) -> Tensor:
-        """This rank's shard of a plain global tensor, as a view."""
+        """Returns this rank's shard of a plain global tensor, as a view."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.local_shape, strict=True)):
             full = full.narrow(dim, min(offset, full.shape[dim] - size), size)
         return full
 
     def gather_full(self, shard: Tensor) -> Tensor:
-        """The plain global tensor, gathered from the ranks' shards. Collective over ``mesh``."""
+        """Gather the plain global tensor from the ranks' shards. Collective over ``mesh``."""
         with torch.no_grad():
             return self.wrap(shard).full_tensor()
 
     def has(self, tensor: Any) -> bool:
-        """Whether a tensor is a DTensor with this mesh, placements and shape."""
+        """Returns whether a tensor is a DTensor with this mesh, placements and shape."""
         return (
             isinstance(tensor, DTensor)
             and tensor.shape == self.shape
@@ -151,11 +156,16 @@ class TensorParallelSpec:
         )
 
     def shard_of_gradient(self, grad: Tensor, name: str) -> Tensor:
-        """This rank's shard of a gradient that autograd accumulated into the full parameter.
+        """Returns this rank's shard of a gradient that autograd has accumulated.
+
         Collective over ``mesh`` if the placements of gradient and parameter differ.
 
+        Args:
+            grad: The gradient of the parameter that modules compute with.
+            name: Name of the parameter, for errors.
+
         Raises:
-            RuntimeError: the gradient is not a DTensor over ``mesh``.
+            RuntimeError: The gradient is not a DTensor over ``mesh``.
         """
         if not isinstance(grad, DTensor) or grad.device_mesh != self.mesh:
             found = f"one over {grad.device_mesh}" if isinstance(grad, DTensor) else "a plain one"
@@ -180,4 +190,4 @@ class TensorParallelSpec:
         return compute_local_shape_and_global_offset(self.shape, self.mesh, self.placements)
 
 
-Spread = TensorParallelSpec  # its name in files that were saved before version 0.1.0
+Spread = TensorParallelSpec  # the name in files that were saved before version 0.1.0

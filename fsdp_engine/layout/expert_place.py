@@ -42,7 +42,7 @@ class ExpertPlace:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the tensor holds a shard, along its first dim, of a tensor of all experts."""
+        """Whether the tensor is a shard of one tensor for all experts, along the first dim."""
         return bool(self.layer) and not self.num_local
 
     def rename(self, name: str, rank: int | None = None) -> str:
@@ -57,12 +57,12 @@ class ExpertPlace:
         return f"{self.layer}{place}{dot}{rest}"
 
     def all_names(self, name: str) -> list[str]:
-        """Returns the names in checkpoints of all ranks' parameters that correspond to ``name``."""
+        """Returns the checkpoint names of all ranks' parameters that correspond to ``name``."""
         if not self.num_local:
             return list(dict.fromkeys((name, *self.names)))
         return [self.rename(name, rank) for rank in range(self.size)]
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the tensor of all experts, from the ``shape`` of this rank's."""
+        """Returns the shape of all experts' tensor, from the ``shape`` of this rank's shard."""
         first, *others = shape
         return (first * self.size, *others)

@@ -27,7 +27,7 @@ from functools import cached_property
 # cache line, and every shard is then 16-byte aligned for any dtype and any number of ranks.
 ALIGNMENT = 64
 # Optimizers quantise state in blocks of 256 consecutive elements of tensors of at least 4,096. No
-# shard boundary divides such a block, counted from the tensor's start ([Note: Blocks] in
+# shard boundary is inside such a block, counted from the tensor's start ([Note: Blocks] in
 # placement.py).
 BLOCK = 256
 MIN_BLOCK_NUMEL = 4096

@@ -2,7 +2,7 @@
 
 Without granules tensors keep their order, each starts on the next multiple of 64, and shards have
 the smallest size that suffices. Padding is at most 64 elements for each rank and 63 for each
-tensor. If a tensor has 4,096 elements or more, it is at most 256 for each.
+tensor. If a tensor has 4,096 elements or more, both limits are 256.
 
 [Note: Blocks]
 Optimizers with 8-bit and 4-bit state quantise blocks of 256 or 128 consecutive elements of tensors
@@ -27,26 +27,27 @@ Granule 1 has step 64, for which the rules always hold: such tensors fill the sp
 Buffers in which all steps are 64 or 256 keep their order, and ``S`` is a multiple of 256.
 
 *Choice of S.* ``S`` is at least the number of elements divided by ``N``, and at least the largest
-granule. A tensor of more than ``2 S`` elements has several boundaries inside at any offset, so
-``S`` is a multiple of the steps of all tensors that long. With larger ``S`` there are fewer of
-them: ``_shard_sizes`` lists the remaining sizes as a few arithmetic progressions. In each, sizes
-are tried at growing distance until one fits; bisection then finds the first that fits.
+granule. A tensor of more than ``2 S`` elements contains several boundaries at any offset, so ``S``
+is a multiple of the steps of all tensors that long. With larger ``S`` fewer tensors are that long:
+``_shard_sizes`` lists the remaining sizes as a few arithmetic progressions. In each, sizes are
+tried at growing distance until one fits; bisection then finds the first that fits.
 
 *Choice of offsets.* For a given ``S``, tensors are placed one by one in the shortest free range
-that holds them, at the first start that the rules allow. Three orders are tried: the registration
-order; large steps first, because padding is then needed only between classes, less than one step,
-and tensors of granule 1 fill it; large tensors first, which packs full-tensor granules well. The
-rule in common use (``S`` is a multiple of all steps, and tensors are in order) is an upper bound.
+that holds them, at the first start that the rules allow. Three orders are tried. The first is the
+registration order. The second has large steps first: padding is then needed only between classes,
+it is less than one step, and tensors of granule 1 fill it. The third has large tensors first, which
+packs full-tensor granules well. The rule in common use (``S`` is a multiple of all steps, and
+tensors are in order) is an upper bound for ``S``.
 
 *Number of buffers.* If many tensors are long, ``S`` is a multiple of a least common multiple, which
 can be far more than ``1 / N`` of the elements. Separate buffers for the classes are then better.
 But each additional buffer is an additional collective in every gather and reduction. The rule: **an
 additional buffer has to save 0.1 % of the unit's elements**. At first each class has its own
-buffer. Then the pair of buffers is joined that reduces the padded elements plus this price most,
-until no pair reduces it. The result is compared with a single buffer. Therefore a buffer with at
-most 0.1 % of padding is never split, and a split always has less padding than a single buffer.
-There are never more buffers than classes; granule 1 has its own buffer only if it would lengthen
-every shard by a step.
+buffer. Then the planner joins the two buffers that save most elements, this price included, and
+repeats this until no pair saves any. The result is compared with a single buffer. Therefore a
+buffer with at most 0.1 % of padding is never split, and a split always has less padding than a
+single buffer. There are never more buffers than classes; granule 1 has its own buffer only if it
+would lengthen every shard by a step.
 
 Worked example, 4 shards: ``a`` (10, 320) and ``b`` (11, 256) with rows as granules, ``c`` (128,)
 without. These are 6,144 elements, 1,536 for each shard.
@@ -60,8 +61,8 @@ without. These are 6,144 elements, 1,536 for each shard.
 
 A block of Llama-3 8B on 1,024 ranks, with rows of 4,096 and 14,336 elements, is an example of a
 split. A single buffer has 7.7 % of padding: ``S`` is a multiple of 28,672. In separate buffers both
-classes need no padding, with 38 and 4 rows per rank. In one of these, the 8,192 elements of the
-norms would lengthen each shard by a row; with a buffer of their own, 0.12 % of padding remains.
+classes need no padding, with 38 and 4 rows per rank. In one of these buffers, the 8,192 elements of
+the norms would lengthen each shard by a row; with a buffer of their own, 0.12 % of padding remains.
 """
 
 from __future__ import annotations
@@ -245,10 +246,10 @@ def _classes(tensors: Sequence[_Tensor]) -> list[_Class]:
 
 
 def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) -> list[_Plan]:
-    """Group classes into buffers by their cost, which is padded elements plus a price per buffer.
+    """Group classes into buffers of low cost: elements with padding, plus a price per buffer.
 
-    At first each class has its own buffer. The pair that saves most is joined, until no pair saves
-    anything.
+    At first each class has its own buffer. The pair of buffers that saves most is joined, until no
+    pair saves anything.
     """
     price = percent / 100 * sum(one.num_elements for one in classes)
     groups: dict[tuple[_Class, ...], _Plan] = {(one,): _pack([one], num_shards) for one in classes}
@@ -263,7 +264,7 @@ def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) 
             apart = cost([groups[first], groups[second]])
             joined = first + second
             if apart - price - _shard_sizes(joined, num_shards)[0][0] * num_shards < max(saved, 0):
-                continue  # the pair cannot be the best, by a lower bound that needs no packing
+                continue  # a lower bound shows, without packing, that the pair is not the best
             if joined not in pairs:
                 pairs[joined] = _pack(joined, num_shards)
             if apart - cost([pairs[joined]]) > saved:
@@ -301,7 +302,8 @@ def _pack(classes: Sequence[_Class], num_shards: int) -> _Plan:
     """Returns the buffer with the smallest shards that the search finds."""
     tensors = sorted(tensor for one in classes for tensor in one.tensors)
     fallback = _pack_in_order(tensors, num_shards)
-    # Of one step, tensors whose size is a multiple of it are first: the next one needs no shift.
+    # Among tensors of one step, those whose size is a multiple of the step are first: the tensor
+    # after them needs no shift.
     orders = (
         tensors,
         sorted(tensors, key=lambda t: (-t.step, t.numel % t.step > 0, -t.numel)),
@@ -335,7 +337,7 @@ def _first_that_fits(
 ) -> _Plan | None:
     """Returns the plan at the smallest of ``sizes`` that fits, or None.
 
-    The bisection assumes that all sizes above one that fits do, too.
+    The bisection assumes that if a size fits, all larger sizes fit.
     """
 
     def attempt(at: int) -> _Plan | None:

@@ -335,8 +335,8 @@ class Memory:
     ) -> TransientStorage:
         """Returns a storage whose memory is allocated and freed repeatedly. It has no memory yet.
 
-        All storages of one ``role`` must be filled and drained on one lane. Alternatively, each is
-        drained after compute has finished with it, and filled after compute.
+        All storages of one ``role`` must be filled and drained on one lane. Alternatively, each
+        must be filled after compute's earlier work, and drained after compute has finished with it.
 
         Args:
             numel, dtype, role: See :class:`TransientStorage`.
@@ -346,7 +346,7 @@ class Memory:
         return TransientStorage(self, numel, dtype, role, read_error=read_error)
 
     def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
-        """Returns a storage without memory for long, rare uses: memory is freed, not kept idle."""
+        """Returns a storage that has no memory most of the time. Freed memory is not kept idle."""
         return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
 
     def begin_unit(self) -> None:
@@ -511,7 +511,10 @@ class TransientStorage:
             self.filled = False
 
     def leave(self) -> None:
-        """Leave the memory, uncounted, to the tensors over it. No further use is possible."""
+        """Leave the memory to the tensors over it. The ledger no longer counts it.
+
+        The storage cannot be used again.
+        """
         if self.filled:
             self._memory.ledger.add(self._role, -self.num_bytes)
             self.filled = False

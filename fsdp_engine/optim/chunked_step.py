@@ -290,8 +290,10 @@ class ChunkedStep(StepHook):
 
 
 def _own(value: Any) -> Any:
-    """Returns ``value``, or a copy if it is a tensor of one element: steps may change these in
-    place."""
+    """Returns ``value``, or a copy if it is a tensor of one element.
+
+    A step may change such tensors in place.
+    """
     is_number = isinstance(value, Tensor) and value.numel() == 1
     return value.detach().clone() if is_number and not value.requires_grad else value
 
@@ -342,7 +344,7 @@ def called_once(closure: Callable[[], Any]) -> Callable[[], Any]:
 def with_closures(
     args: Sequence[Any], kwargs: Mapping[str, Any], change: Callable[[Any], Any]
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the arguments of ``step`` without the optimizer, with ``change`` of each closure."""
+    """Returns the arguments of ``step`` after ``self``, with ``change`` applied to closures."""
     arguments = [change(each) if callable(each) else each for each in args[1:]]
     return arguments, {
         key: change(value) if key == "closure" and value else value for key, value in kwargs.items()

@@ -1,4 +1,4 @@
-"""Norm and clipping of all gradients on this rank's flat shards, with one all-reduce, no host sync.
+"""Norm and clipping of all gradients on flat shards, with one all-reduce and without a host sync.
 
 ``flat_dtensor/norms.py`` describes the accuracy.
 """

@@ -47,7 +47,7 @@ class StepHook:
     """A step pre-hook that makes an optimizer step on a shadow with plain tensors.
 
     Attributes:
-        takes_moved_state: Whether it can step parameters whose state is offloaded between steps.
+        takes_moved_state: Whether it can step parameters whose state is moved between steps.
     """
 
     takes_moved_state = False
@@ -55,7 +55,7 @@ class StepHook:
     def __call__(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Run :meth:`begin`, unless ``step`` of a subclass has called its parent's on a shadow."""
+        """Run :meth:`begin`. Do nothing for a shadow, whose ``step`` may call its parent's."""
         return None if isinstance(optimizer, Shadow) else self.begin(optimizer, args, kwargs)
 
     def begin(
@@ -155,8 +155,10 @@ def describe_steps(params: Collection[int]) -> list[str]:
 
 
 def _hook_last(optimizer: Optimizer, *args: object) -> None:
-    """Make the step hook of an optimizer its last pre-hook. A pre-hook of all optimizers, which
-    runs before the optimizer's own pre-hooks."""
+    """Make the step hook of an optimizer its last pre-hook.
+
+    This is a pre-hook of all optimizers, which runs before their own pre-hooks.
+    """
     hook = step_hook_of(optimizer, StepHook)
     if hook is not None and not isinstance(optimizer, Shadow):
         hook.hook_last(optimizer)
@@ -247,7 +249,7 @@ class Slot:
                 )
             return value, value.local
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:
-            # A full tensor, which was loaded from an unsharded checkpoint.
+            # The value is a full tensor, which was loaded from an unsharded checkpoint.
             full = value.full_tensor() if isinstance(value, DTensor) else value
             local = placement.slice_of_full(full).clone()
             return FlatDTensor.from_flat_local(local, placement), local

@@ -104,8 +104,8 @@ def shard_optimizer(
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
         ValueError: ``optimizer`` has ``differentiable=True``; a trial step failed; a parameter that
             needs a step of the full tensor is a DTensor over other mesh dimensions; a shard
-            boundary is inside a block of quantised state; or the state cannot be offloaded as that
-            of the parameters is.
+            boundary is inside a block of quantised state; or the state cannot be kept in the memory
+            that was chosen for it.
         OSError: The disk has too little space for the state.
     """
     if not isinstance(optimizer, Optimizer):

@@ -24,7 +24,7 @@ def leaves_of(tree: Any) -> Iterator[Any]:
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
-    """Returns a copy of nested dicts, lists and tuples with ``change`` of each leaf."""
+    """Returns a copy of nested dicts, lists and tuples, with ``change`` applied to each leaf."""
     if isinstance(tree, Mapping):
         return {key: map_leaves(change, value) for key, value in tree.items()}
     if type(tree) in (list, tuple):

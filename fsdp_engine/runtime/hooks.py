@@ -153,8 +153,8 @@ class _Entered:
     Attributes:
         units: The units that the call has entered and must leave, each with whether this use is
             part of the recorded order.
-        calls: The calls of these units whose backward follows, without units for which a pending
-            call of an earlier forward already observes it.
+        calls: A call for each of these units whose backward may follow. If a pending call of an
+            earlier forward already observes the backward of a unit, the unit has none here.
         repeats: Whether the call runs within backward and repeats an earlier call.
         wants_calls: Whether a backward may follow.
         alone: The input and its version counter, if the only input is one tensor that needs no
@@ -539,8 +539,7 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
 def _begin_backward(
     scheduler: Scheduler, calls: Sequence[Call], views: Sequence[Tensor]
 ) -> Callable[[Any], None]:
-    """Returns the hook for gradients that enter ``calls``. ``views`` are the inputs of the module.
-    """
+    """Returns the hook for gradients that enter ``calls``. ``views`` are inputs of the module."""
     # Hooks of outputs may refer to nodes of inputs. References in the opposite direction would form
     # a cycle that keeps the graph alive.
     nodes = [view.grad_fn for view in views] if len(views) > 1 else []

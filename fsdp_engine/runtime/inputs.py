@@ -225,7 +225,8 @@ class Inputs:
     def _replace(self, function: Callable[[Tensor], Tensor]) -> None:
         args, kwargs = self._tree
         exchange = Exchange()
-        # The dict of keyword arguments is copied, as it is no container of the user.
+        # The dict of keyword arguments is not the user's. Tensors are replaced in a copy of it, so
+        # that `given` still has the caller's tensors.
         self._tree = tuple(map_tensors(function, each, exchange) for each in (args, dict(kwargs)))
         self._exchanges.append(exchange)
 

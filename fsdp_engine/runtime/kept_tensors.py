@@ -20,8 +20,8 @@ class KeptTensors:
     """Searches for tensors that calls of one module store. This class finds none."""
 
     def needs_search(self, began: int, outputs: Iterable[Tensor]) -> bool:
-        """Returns whether a call may have stored tensors. This class returns whether the last
-        function of autograd in the call did not compute an output.
+        """Returns whether a call may have stored tensors. This class returns True if the call's
+        last function of autograd computed a tensor that is not an output.
 
         Args:
             began: The sequence number of the call's first function of autograd.
@@ -45,7 +45,7 @@ class KeptTensors:
             arguments: The arguments of the call.
 
         Returns:
-            The tensors that were found, and a text for messages if the call computed a tensor after
-            these and the outputs that was not found, else None.
+            The tensors that were found; and a text for messages, if the call computed a tensor
+            after them and after the outputs that was not found, else None.
         """
         return [], "others (the extension kept_tensors, which finds them, is missing)"

@@ -12,11 +12,11 @@ _SKIP_ONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._Frame
 
 
 def not_compiled(function: Any) -> Any:
-    """Let ``torch.compile`` break the graph at ``function`` and not trace it.
+    """Make ``torch.compile`` break the graph at ``function`` instead of tracing it.
 
-    This is ``torch.compiler.disable`` without an import of the compiler: a mark by which Dynamo
-    does not inline the function, and a rule for its code by which neither the function nor its
-    callees are traced when it runs.
+    This has the effect of ``torch.compiler.disable`` without importing the compiler: an attribute
+    tells Dynamo not to inline the function, and a rule for its code prevents that the function and
+    its callees are traced when they run.
     """
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
@@ -24,7 +24,7 @@ def not_compiled(function: Any) -> Any:
 
 
 def compiled_within(function: Any) -> Any:
-    """As :func:`not_compiled`, but functions that ``function`` calls are compiled."""
+    """As :func:`not_compiled`, but functions that ``function`` calls may be compiled."""
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ONE)
     return function

@@ -1,5 +1,5 @@
-"""Seams: parameters that users put into the modules of a sharded model, and functions that torch
-applies to all tensors of a module (``.to()``, ``.half()``)."""
+"""Two seams: checks of parameters that users put into modules of a sharded model, and functions
+that torch applies to all tensors of a module, such as ``.to()`` and ``.half()``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fsdp_engine.memory import allocator
 
 
 class ParameterGuard:
-    """Sees parameters that users put into modules. Here nothing is checked.
+    """Checks parameters that users put into modules. This class checks nothing.
 
     Args:
-        engine: the engine of the model, which has its model and units.
+        engine: The engine, whose model and units are set already.
 
     Attributes:
-        paused: modules hold full main weights, which users may edit.
+        paused: Whether modules hold full main weights, which users may edit.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -31,29 +31,32 @@ class ParameterGuard:
         self.paused = False
 
     def start(self, hooked: Iterable[nn.Module]) -> None:
-        """The engine has put hooks into these modules."""
+        """Called once, with the modules on which the engine has registered hooks."""
 
     def check(self) -> None:
         """Check the parameters of all modules. Called before each forward of the model."""
 
     def check_all(self) -> None:
-        """The same before a save, which needs each parameter to be one of a unit."""
+        """Check the parameters of all modules before a save, for which each parameter must belong
+        to a unit."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer, which has stepped, steps sharded parameters."""
+        """Check that an optimizer steps sharded parameters, and not tensors that were copied into
+        them. Called after each step of an optimizer."""
 
     def check_places(self) -> None:
-        """Check that modules hold no parameters in places that were without one at ``shard``."""
+        """Check that no parameters were added to modules since ``shard``."""
 
     def check_value(self, sharded: Tensor, value: Tensor) -> None:
-        """Check that a sharded parameter can take ``value`` at all of its names."""
+        """Check that ``value`` can be copied into a sharded parameter, for all of its names."""
 
     def remember(self, sharded: Tensor, value: Tensor) -> None:
-        """A sharded parameter has taken ``value``, which optimizers must not step."""
+        """Record that ``value`` was copied into a sharded parameter. Optimizers must not step
+        ``value`` itself."""
 
     def full_main(self, buffer: ParamAndGradBuffer, index: int) -> Tensor | None:
-        """Returns the full main weight that modules hold in place of a sharded parameter, while
-        the guard is paused; None: they hold none."""
+        """Returns the full main weight that modules hold in place of a sharded parameter; None:
+        they hold none. Modules hold full main weights only while the guard is paused."""
         module, attribute = buffer.records[index].holders[0]
         held = dict.get(module._parameters, attribute) if self.paused else None
         if held is None or held is buffer.sharded_params[index]:
@@ -62,11 +65,11 @@ class ParameterGuard:
 
 
 class AppliedFunctions:
-    """A seam: functions that torch applies to the tensors of one model's modules, as ``.to()`` and
-    ``.half()`` do. Here sharded parameters keep their dtypes and device.
+    """Runs functions that torch applies to the tensors of a module, as in ``.to()`` and
+    ``.half()``. A seam: this class does not allow other dtypes or devices of sharded parameters.
 
     Args:
-        engine: the engine of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -75,11 +78,16 @@ class AppliedFunctions:
     def apply(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """Takes the place of ``nn.Module._apply``; a subclass may have other arguments than torch's
-        (metrics do).
+        """Apply ``fn`` to the tensors of ``module``, in place of ``nn.Module._apply``.
+
+        Args:
+            module: The module.
+            fn: The function.
+            args, kwargs: Further arguments of ``_apply``. Subclasses of ``nn.Module`` may define
+                other ones than torch (metrics do).
 
         Raises:
-            ValueError: see :func:`check_same`.
+            ValueError: See :func:`check_same`.
         """
         check_same(self._engine.buffers, list(module.modules()), fn)
         type(module)._apply(module, fn, *args, **kwargs)
@@ -90,10 +98,10 @@ def check_same(
     modules: Sequence[nn.Module],
     fn: Callable[[Tensor], Tensor],
 ) -> None:
-    """Check that ``fn`` keeps dtypes and device of the parameters of ``modules``.
+    """Check that ``fn`` keeps the dtypes and the device of the parameters of ``modules``.
 
     Raises:
-        ValueError: it does not; names a parameter.
+        ValueError: ``fn`` changes a dtype or the device. The message names a parameter.
     """
     for buffer in buffers:
         for record in buffer.records:
@@ -109,10 +117,11 @@ def check_same(
 
 
 class ModuleApply:
-    """``_apply`` of one module of a sharded model. A copied or unpickled module has torch's.
+    """The attribute ``_apply`` of one module of a sharded model. A copied or unpickled module has
+    torch's method instead.
 
     Args:
-        module: the module.
+        module: The module.
         engine: The engine of the model.
     """
 

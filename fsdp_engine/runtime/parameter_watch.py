@@ -1,6 +1,6 @@
-"""A seam: what sees the full parameters that modules compute with.
+"""A seam for extensions that inspect full parameters before and after modules compute with them.
 
-Here nothing does.
+The methods of these classes do nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 
 
 class UnitWatch:
-    """Sees the full parameters of one unit.
+    """Inspects the full parameters of one unit.
 
     Args:
         buffers: The buffers of the unit.
@@ -22,37 +22,38 @@ class UnitWatch:
         del buffers
 
     def begin(self) -> None:
-        """Full parameters are about to be put into the modules."""
+        """Called before full parameters are installed in the modules."""
 
     def end(self) -> None:
-        """Full parameters are about to be taken out of the modules, or to be freed."""
+        """Called before full parameters are removed from the modules or freed."""
 
     def reset(self) -> None:
-        """An exception ended the use: what modules did to full parameters is dropped."""
+        """Called after an exception has ended the use. Changes of full parameters are dropped."""
 
 
 class ModelWatch:
-    """Sees the forwards and backwards of one model.
+    """Called at the start and end of a model's forwards and backwards.
 
     Args:
-        engine: has its units and communicators already.
+        engine: The engine of the model, whose units and communicators are set already.
     """
 
     def __init__(self, engine: Any) -> None:
         del engine
 
     def begin_forward(self) -> None:
-        """A forward begins."""
+        """Called when a forward begins."""
 
     def end_forward(self) -> None:
-        """A forward is over."""
+        """Called when a forward has ended."""
 
     def check(self, *, ranks_differ: bool) -> None:
-        """The outermost forward or backward is over on all ranks: messages can be sent.
+        """Called when the outermost forward or backward has ended, so that collectives may be
+        called.
 
         Args:
-            ranks_differ: ranks may use different units.
+            ranks_differ: Ranks may use different units.
         """
 
     def reset(self) -> None:
-        """An exception ended a forward or backward."""
+        """Called after an exception has ended a forward or backward."""

@@ -1,4 +1,4 @@
-"""The forward and the backward that run: what each of them has entered and not yet left."""
+"""The running forward and the running backward, with the units and calls that each has entered."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fsdp_engine.extension_list import advice_for
 from fsdp_engine.flat_dtensor import accumulator_of
 from fsdp_engine.runtime.unit import Call, Unit
 
-# Whether the running backward reaches a node.
+# Returns whether the running backward reaches a node.
 _will_run: Any = torch._C._will_engine_execute_node
 
-# The number of gradients that are awaited of a call whose input was changed in place: its end is
-# not observed.
+# The number of expected input gradients of a call whose input was changed in place. The end of the
+# backward of such a call is not observed.
 _UNKNOWN = -1
 
 
 class Forward:
-    """One forward: made when the first unit is entered, dropped when the last one is left.
+    """A running forward. It begins when the first unit is entered, and ends when the last is left.
 
     Attributes:
-        open: numbers of the units that are entered, outermost first, without one-off uses. A unit
-            of several modules can be in it more than once.
+        open: Numbers of the units that are entered and not yet left, outermost first, without
+            one-off uses. A unit of several modules can be in the list more than once.
     """
 
     def __init__(self) -> None:
@@ -33,18 +33,19 @@ class Forward:
 
 
 class Backward:
-    """The calls that a backward has entered and left, and the units that it may leave unsharded.
+    """A running backward, with the calls that it has entered and left.
 
     Attributes:
-        is_recorded: it is one run of autograd, whose end ends it, and part of the recorded order.
-            False, in a subclass: the code that begins it ends it.
-        creates_graph: it runs its functions with gradients enabled (``create_graph``).
-        touched: units that may be unsharded when it ends, by number.
-        open_units: numbers of units that it computes with, passed over in the recorded order.
-        run_again: numbers of units of several calls whose graph was retained and runs once more:
-            the number of calls that will come again is not known.
-        num_run_again: calls of modules that ran again within this backward, by unit.
-        run: number of the run of autograd that it is.
+        is_recorded: Whether the backward is one run of autograd, ends with this run, and is part of
+            the recorded order. False, in a subclass: the code that begins the backward ends it.
+        creates_graph: Whether its functions run with gradients enabled (``create_graph``).
+        touched: Units that may be unsharded when the backward ends, by number.
+        open_units: Numbers of the units that the backward computes with. They are skipped when the
+            next use is looked up in the recorded order.
+        run_again: Numbers of units that had several calls, and of which a retained graph runs once
+            more. It is not known how many of these calls will run again.
+        num_run_again: For each unit, the number of calls that are repeated within this backward.
+        run: The number of the backward's run of autograd.
     """
 
     is_recorded = True
@@ -56,46 +57,52 @@ class Backward:
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
         self.num_run_again: Counter[int] = Counter()
-        # Gradients of inputs that have not come yet, by open call; and the run of autograd in
-        # which a call was left.
+        # For each open call, the number of input gradients that are not computed yet. For each call
+        # that was left, the run of autograd in which this happened.
         self._awaited: dict[Call, int] = {}
         self._left: dict[Call, int] = {}
 
     def observes(self, call: Call) -> bool:
-        """Whether the backward of ``call``, which begins, is one that its hooks observe. False, in
-        a subclass: it has done what the call needs."""
+        """Returns whether this object must observe the backward of ``call``, which begins. False,
+        in a subclass: this method has done everything that the call needs."""
         return True
 
     def has_entered(self, call: Call) -> bool:
-        """Whether the backward of ``call`` has begun. In another run of autograd, as a hook starts
-        it with ``retain_graph``, a call that was left begins again."""
+        """Returns whether the backward of ``call`` has begun. A call that was left in one run of
+        autograd begins again in another run, which a hook may start with ``retain_graph``."""
         if call in self._awaited:
             return True
         return call in self._left and self._left[call] == current_run()
 
     def computes_with(self, units: Collection[Unit], containing: Collection[int]) -> bool:
-        """Whether the backward of a call of ``units``, or of a unit that contains others (whose
-        numbers are ``containing``), has begun and is not over."""
+        """Returns whether the backward of a call is running whose unit is one of ``units`` or
+        contains other units.
+
+        Args:
+            units: The units to look for.
+            containing: Numbers of all units that contain other units.
+        """
         return any(call.unit in units or call.unit.index in containing for call in self._awaited)
 
     def open_calls(self, unit: Unit) -> list[Call]:
-        """Calls of ``unit`` whose backward has begun and is not over."""
+        """Returns the calls of ``unit`` whose backward is running."""
         return [call for call in self._awaited if call.unit is unit]
 
     def enter(self, call: Call, inputs: Sequence[Any]) -> None:
-        """The backward of ``call`` begins.
+        """Begin the backward of ``call``.
 
         Args:
             call: The call.
-            inputs: Autograd's nodes of the call's inputs, where it has several.
+            inputs: Autograd's nodes of the call's inputs, if there are several.
 
         Raises:
-            RuntimeError: see :meth:`Unit.keep_recorded`.
+            RuntimeError: A unit of another class refuses ``create_graph`` in
+                :meth:`Unit.keep_recorded`.
         """
         unit = call.unit
         self.creates_graph = torch.is_grad_enabled()
         if self.creates_graph:
-            # Functions that are recorded now read the weights once more.
+            # Functions that autograd records in this backward will read the weights once more.
             unit.keep_recorded()
         if call.follows_another and not call.is_pending:
             self.run_again.add(unit.index)
@@ -106,14 +113,14 @@ class Backward:
             self.open_units.add(unit.index)
 
     def input_came(self, call: Call) -> bool:
-        """The gradient of an input of ``call`` has come; returns whether it was the last one."""
+        """Count a gradient of an input of ``call``. Returns whether it was the last one."""
         awaited = self._awaited.get(call, 0)
         if awaited > 0:
             self._awaited[call] = awaited - 1
         return awaited == 1
 
     def leave(self, call: Call) -> bool:
-        """The backward of ``call`` is over; returns False if it was not open."""
+        """End the backward of ``call``. Returns False if it was not running."""
         if self._awaited.pop(call, None) is None:
             return False
         self._left[call] = current_run()
@@ -125,17 +132,18 @@ class Backward:
         return True
 
     def end(self) -> None:
-        """It is over, also for calls whose end was not observed."""
+        """End the backward, including that of calls whose end was not observed."""
         for call in list(self._awaited):
             self.leave(call)
 
 
 def check_is_whole(units: Sequence[Unit]) -> None:
-    """Check a backward that a stage of torch's own runs.
+    """Check that the running backward, of a stage of torch.distributed.pipelining, computes the
+    gradients of weights, not only those of inputs.
 
     Raises:
-        RuntimeError: it is the backward of inputs alone. The gradients that the backward of weights
-            computes would not be observed.
+        RuntimeError: The backward computes only gradients of inputs. The engine would not observe
+            the later backward that computes gradients of weights.
     """
     params = [
         param
@@ -147,7 +155,7 @@ def check_is_whole(units: Sequence[Unit]) -> None:
     if params and not any(_will_run(accumulator_of(param)) for param in params):
         raise RuntimeError(
             "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
-            "and weights at once, since torch's own stage does not tell the engine of parts; found "
+            "and weights at once, since torch's own stage does not announce parts of a backward; found "
             f"those of inputs alone (a zero-bubble schedule). Use {advice_for('split backward')}"
         )
 
@@ -158,7 +166,7 @@ NO_RUN = -1
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """Returns whether autograd is running a backward on this thread."""
     return current_run() != NO_RUN
 
 

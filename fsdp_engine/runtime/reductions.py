@@ -1,41 +1,45 @@
-"""When gradients are reduced: which unit is next, how many at once, when they are published.
+"""When gradients are reduced: which unit is next, how many are in flight, when they are published.
 
 [Note: Order of reductions]
-Reductions must be issued in one order on all ranks, but ranks may finish units in different
-orders (a rank's batch may not reach an expert, say). So they are issued strictly in the reverse of
-the *canonical order*: a unit that is ready early waits for those before it, and what autograd
-never reached is closed, with zeros, when backward ends. The canonical order is the module order
-until all ranks agree on a better one: the order of the last forward. They compare it, by a digest,
-in the message of [Note: Who got a gradient] (``step_message.py``), and only if all digests are
-equal all of them adopt it. Forward sees no order of units without hooks: those that send nothing in
-it, as all do at ``no_shard`` in one dtype, keep module order.
+Reductions must be issued in one order on all ranks, but ranks may finish units in different orders
+(for example, a rank's batch may not reach an expert). So reductions are issued strictly in the
+reverse of the *canonical order*: a unit that is ready early waits for the units before it, and
+units that autograd has not reached are reduced, with zeros, when backward ends. The canonical order
+is the module order until all ranks agree on the order of the last forward, which is usually better.
+Each rank sends a digest of its order in the message of [Note: Who got a gradient]
+(``step_message.py``), and the order is adopted if all digests are equal. Units without hooks are
+not part of the order of forward, and keep the module order. These are units that send nothing in
+forward, such as all units at ``no_shard`` in one dtype.
 
 [Note: A step's gradients]
-From cleared gradients to the next clearing, a step goes through:
+From one clearing of gradients to the next, the gradients of a step have these phases:
 
     cleared --backward--> accumulating --backward of the last microbatch, or start--> issued
        ^                       ^                                                         |
        |                       +-- backward -- final <-- end of backward, or finish -----+
        +------ zero_grad, zero_grad_buffer ------+
 
-A backward after the end adds to reduced gradients: [Note: Reducing again] in ``gradient_scale.py``.
-``zero_grad`` is seen when the next backward begins.
+A backward after the final phase adds to reduced gradients: [Note: Reducing again] in
+``gradient_scale.py``. The next backward detects a call of ``zero_grad``.
 
-``Timing`` says which of the two: ``shard``'s own engine goes all the way within the last backward;
-under ``DistributedDataParallel`` the last backward issues (``overlap_grad_reduce``) or only
-accumulates, and ``finish_grad_sync`` does the rest. Axes that shard gradients are reduced in
-every backward, whatever the timing.
+Where the diagram has two alternatives, ``Timing`` selects one. In an engine of ``shard``, the last
+backward issues reductions and ends in the final phase. Under ``DistributedDataParallel``, the last
+backward issues reductions (``overlap_grad_reduce``) or only accumulates, and ``finish_grad_sync``
+does the rest. Along axes over which gradients are sharded, every backward reduces, independently of
+the timing.
 
 [Note: Reductions left in flight]
-A backward that is not the step's last has said that gradients are not complete, so where lanes go
-on without the host (``Lane.runs_ahead``) it ends without waiting for its reductions. They are over
-before the next backward stages anything. Reading, setting or clearing ``.grad`` of a sharded
-parameter, clipping, scaling, zeroing buffers and stepping wait for them first (``GradientAccess``
-in ``flat_dtensor/parameter_access.py``). A user who has read ``.grad`` may hold the tensor, which
-the next reduction writes: from then until gradients are cleared, each backward waits as it ends. On
-CPU it always does: the host drives the reductions, and a rank that read ``.grad`` and one that did
-not would drive them in different orders. So it does where gradients lie in host memory, which the
-host does not know to be written until it has waited for the device.
+After a backward that is not the step's last, gradients are not complete. So where lanes run without
+the host (``Lane.runs_ahead``), such a backward ends without waiting for its reductions. The next
+backward waits for them before it stages gradients. Reading, setting or clearing ``.grad`` of a
+sharded parameter, clipping, scaling, zeroing buffers and optimizer steps also wait for them
+(``GradientAccess`` in ``flat_dtensor/parameter_access.py``).
+
+There are three exceptions in which each backward waits for its reductions. A user who has read
+``.grad`` may hold the tensor, which the next reduction writes; so backwards wait until gradients
+are cleared. On CPU the host drives the reductions, and a rank that has read ``.grad`` would drive
+them in another order than other ranks. Gradients in host memory are only known to be written when
+the host has waited for the device.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ from fsdp_engine.runtime.unit import Unit
 
 
 class GradientArrival(enum.Enum):
-    """Which gradients of one unit a backward has brought."""
+    """The gradients of one unit that have arrived in a backward."""
 
     NOTHING = "nothing"
     SOME = "some"
@@ -72,16 +76,17 @@ class ReductionQueue:
     """The reductions of one backward, in canonical order.
 
     Args:
-        units: trainable units, in the order of their reductions.
-        is_last: this is the last backward of the step.
-        inputs_only: it brings no gradients of parameters.
-        partial: units whose gradients it leaves accumulated, though it may be the last of others.
+        units: The trainable units, in the order of their reductions.
+        is_last: Whether this is the last backward of the step.
+        inputs_only: Whether the backward computes no gradients of parameters.
+        partial: Numbers of units whose gradients the backward only accumulates, even if it is the
+            last backward for other units.
 
     Attributes:
-        is_last, inputs_only, partial: see the arguments.
-        autograd_is_done: autograd has returned; weight gradients that modules compute later may be
-            missing.
-        num_submitted: units whose reduction was submitted, or not needed.
+        is_last, inputs_only, partial: See the arguments.
+        autograd_is_done: Whether autograd has finished. Weight gradients that modules compute after
+            backward may still be missing.
+        num_submitted: Number of units whose reduction was submitted or is not needed.
     """
 
     def __init__(
@@ -103,7 +108,7 @@ class ReductionQueue:
 
     @property
     def place(self) -> Place:
-        """Where a rank waits for the others during this backward."""
+        """The place in the step at which a rank waits for other ranks during this backward."""
         return Place.LAST_BACKWARD if self.is_last else Place.BACKWARD
 
     def arrival(self, unit: Unit) -> GradientArrival:
@@ -111,15 +116,16 @@ class ReductionQueue:
         return self._arrivals.get(unit.index, GradientArrival.NOTHING)
 
     def set_arrival(self, unit: Unit, arrival: GradientArrival) -> None:
-        """Note which gradients of ``unit`` have arrived."""
+        """Record which gradients of ``unit`` have arrived."""
         self._arrivals[unit.index] = arrival
 
     def set_ready(self, unit: Unit) -> None:
-        """All gradients that this backward brings of ``unit`` have arrived, or are put off."""
+        """Mark ``unit`` as ready: its gradients of this backward have arrived or are postponed."""
         self._ready.add(unit.index)
 
     def next(self) -> Unit | None:
-        """Takes the next unit off the queue; None: it is not ready, or there is none."""
+        """Remove the next unit from the queue and return it; None: it is not ready, or the queue is
+        empty."""
         if self.num_submitted == len(self._units):
             return None
         unit = self._units[self.num_submitted]
@@ -130,12 +136,12 @@ class ReductionQueue:
 
     @property
     def waiting(self) -> Sequence[Unit]:
-        """Units that are not taken yet."""
+        """The units that are still in the queue."""
         return self._units[self.num_submitted :]
 
     @property
     def reduced(self) -> Collection[int]:
-        """Units whose gradients were reduced, as far as this backward reduces them."""
+        """Numbers of the units for which all reductions of this backward are submitted."""
         return {index for index, each in self._arrivals.items() if each is GradientArrival.REDUCED}
 
 
@@ -143,7 +149,7 @@ _MOST_NAMED = 8
 
 
 class Phase(enum.Enum):
-    """Where a step's gradients are: see [Note: A step's gradients]."""
+    """The phase of a step's gradients: see [Note: A step's gradients]."""
 
     CLEARED = "cleared"
     ACCUMULATING = "accumulating"
@@ -151,10 +157,10 @@ class Phase(enum.Enum):
     FINAL = "final"
 
 
-# Any may be cleared.
+# The legal transitions, except clearing, which is legal in each phase.
 TRANSITIONS = {
     (Phase.CLEARED, Phase.ACCUMULATING),
-    (Phase.CLEARED, Phase.ISSUED),  # no microbatch at all on this rank
+    (Phase.CLEARED, Phase.ISSUED),  # this rank had no microbatch in the step
     (Phase.ACCUMULATING, Phase.ACCUMULATING),
     (Phase.ACCUMULATING, Phase.ISSUED),
     (Phase.ISSUED, Phase.FINAL),
@@ -167,10 +173,10 @@ class StepReductions:
     """The reductions of one step, from its first backward until gradients are cleared.
 
     Attributes:
-        phase: where its gradients are; not CLEARED.
-        partial: units of which the last backward left gradients accumulated.
-        reduced_units: units with gradients since gradients were published.
-        hooks_are_due: users' hooks have to run on gradients that have become final.
+        phase: The phase of the gradients, which is not CLEARED.
+        partial: Numbers of units whose gradients the last backward has accumulated, not reduced.
+        reduced_units: Numbers of units that got gradients since gradients were last published.
+        hooks_are_due: Whether users' hooks must still run on the final gradients.
     """
 
     phase: Phase
@@ -183,21 +189,21 @@ class Reductions:
     """Issues reductions in canonical order within a memory budget.
 
     Args:
-        units: all of them, in module order.
+        units: All units of the model, in module order.
         lanes: The lanes of the engine.
-        ranks: all ranks of the model.
-        budget: staging that may be in flight.
-        timing: how far a backward goes.
+        ranks: All ranks of the model.
+        budget: The limit on staging buffers in flight.
+        timing: Whether backward issues and finishes reductions.
 
     Attributes:
-        ranks: see the argument.
-        observers: called with each step's gradients, in this order.
-        stream: on which gradients are written and reductions waited for.
-        sync: this backward is the last microbatch of a step, or may be (``no_sync`` denies it).
-        canonical_order: all units, the same on all ranks: in module order, later in that of
-            forward. Reductions follow its reverse.
-        order: trainable units in the order of their reductions.
-        schedule: by which ranks gather; the scheduler sets it.
+        ranks: See the argument.
+        observers: Objects that are called with the gradients of each step, in this order.
+        stream: The stream on which gradients are written and which waits for reductions.
+        sync: Whether a backward can be the last one of its step. False within ``no_sync``.
+        canonical_order: Numbers of all units, in an order that is equal on all ranks: the module
+            order, later that of a forward. Reductions follow the reverse order.
+        order: The trainable units in the order of their reductions.
+        schedule: The schedule of gathers, which the scheduler sets.
     """
 
     def __init__(
@@ -224,18 +230,19 @@ class Reductions:
         self._on_stream = self.stream.entered if self.stream.exists else nullcontext
         self._pending = PendingReductions(lanes, budget, [unit.num_staged for unit in units])
         self._runs_ahead = lanes.compute.runs_ahead
-        # For the first axis of the reduction before it: see HostLane.submit.
+        # If the host drives reductions and a buffer has two axes of several ranks, submitting a
+        # reduction waits for the first axis of the previous one: see HostLane.submit.
         self.submitting_waits = not self._runs_ahead and any(
             min(buffer.mesh.inner.size, buffer.mesh.outer.size) > 1 for buffer in self._buffers
         )
         self._wait_later = weakref.WeakMethod(self.wait) if self._runs_ahead else None
-        # Of the backward and of the step; None between two of them.
+        # State of the running backward and of the running step; None between two of them.
         self._queue: ReductionQueue | None = None
         self._step: StepReductions | None = None
 
     @property
     def phase(self) -> Phase:
-        """Where the step's gradients are."""
+        """The phase of the step's gradients."""
         return Phase.CLEARED if self._step is None else self._step.phase
 
     @property
@@ -245,22 +252,23 @@ class Reductions:
 
     @property
     def num_steps(self) -> int:
-        """Steps whose last reductions were issued."""
+        """Number of steps whose last reductions were issued."""
         return self._message.num_started
 
     def are_reduced(self, unit: Unit) -> bool | None:
-        """Whether the unit's published gradients are reduced; None: some are accumulated that are
-        not."""
+        """Returns whether published gradients of the unit are reduced; None: some are accumulated
+        and not reduced."""
         is_final = self._is_final(unit)
         if is_final or all(buffer.published.are_cleared for buffer in unit.trainable):
             return is_final
         return False if self._step is None else None
 
     def check_step(self, params: Iterable[torch.Tensor]) -> None:
-        """An optimizer is about to step ``params`` with their ``.grad``.
+        """Check that an optimizer can step ``params`` with their ``.grad``.
 
         Raises:
-            RuntimeError: one of these is accumulated and not reduced; names its parameter.
+            RuntimeError: A ``.grad`` is accumulated and not reduced. The message names the
+                parameter.
         """
         if self._step is None or (self.are_final and not self._step.partial):
             return
@@ -278,27 +286,26 @@ class Reductions:
                     )
 
     def wait_for_each_backward(self) -> None:
-        """From now on, wait for the reductions of each backward at its end. Further operations use
-        their results, so where the host drives reductions, submitting one waits for all of the one
-        before it."""
+        """From now on, wait for the reductions of each backward at its end. Where the host drives
+        reductions, also wait for each reduction before the next one is submitted. Called if further
+        operations use the results of reductions."""
         self.submitting_waits = not self._runs_ahead
         self._wait_later = None
 
     def order_seen(self, order: list[int]) -> None:
-        """Forward has recorded an order of all units."""
+        """Record the order of all units in the last forward."""
         self._seen_order = order
 
     def begin_backward(self, *, inputs_only: bool = False) -> None:
-        """A backward begins.
+        """Begin a backward.
 
         Args:
-            inputs_only: it brings no gradients of parameters, on any rank.
+            inputs_only: The backward computes no gradients of parameters on any rank.
 
         Raises:
-            RuntimeError: reductions are issued and not finished; weight gradients of the last
-                backward were put off and have not come; a gradient was edited between
-                microbatches.
-            Exception: of an observer.
+            RuntimeError: Reductions are issued and not finished, postponed weight gradients of the
+                last backward are missing, or a gradient was edited between microbatches.
+            Exception: An observer raised an error.
         """
         self.stream.begin()
         finish_pending_steps()
@@ -322,7 +329,7 @@ class Reductions:
                 for buffer in unit.trainable:
                     buffer.begin_backward(reduced=reduced)
         self._move_to(Phase.ACCUMULATING)
-        # Decided now: gradients may arrive late, after a no_sync() has ended.
+        # This is decided now, because gradients may arrive after the end of a no_sync() context.
         partial = frozenset(unit.index for unit in self.order if not unit.options.syncs)
         is_last = not inputs_only and self._is_last(partial)
         if is_last:
@@ -332,7 +339,8 @@ class Reductions:
         )
 
     def _is_last(self, partial: Collection[int]) -> bool:
-        """Whether a backward that leaves gradients of the units ``partial`` is the step's last."""
+        """Returns whether a backward that only accumulates gradients of units ``partial`` is the
+        step's last one."""
         is_last = self.sync and self._timing.reduces_in_backward
         return is_last and len(partial) < max(len(self.order), 1)
 
@@ -341,12 +349,13 @@ class Reductions:
             each.check_last([self._units[index] for index in sorted(partial)])
 
     def open_unit(self, unit: Unit) -> None:
-        """The unit's first gradient of this backward is about to be written."""
+        """Allocate buffers for the gradients of ``unit`` in this backward, before the first one is
+        written."""
         queue = self._queue
         assert queue is not None
         arrival = queue.arrival(unit)
         if arrival is GradientArrival.SOME:
-            return  # a gradient that is put off has opened it
+            return  # a postponed gradient has already opened the unit
         if arrival is GradientArrival.REDUCED:
             queue = self._reduce_again(queue, unit)
         if not self._pending.have_room(unit):
@@ -358,11 +367,11 @@ class Reductions:
             buffer.grads.begin()
 
     def _reduce_again(self, queue: ReductionQueue, unit: Unit) -> ReductionQueue:
-        """A gradient of ``unit`` has come, whose reduction is submitted. Returns the queue of its
-        next reduction.
+        """Handle a gradient of ``unit`` that arrives after the unit's reduction was submitted. A
+        subclass returns the queue of another reduction.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: The gradients of a unit are reduced only once in a backward.
         """
         raise RuntimeError(
             f"a gradient for unit {unit.label} came after its reduction had started: expected "
@@ -372,7 +381,8 @@ class Reductions:
         )
 
     def unit_is_ready(self, unit: Unit) -> None:
-        """All gradients of the unit that this backward brings have arrived, or are put off."""
+        """Reduce ``unit`` when its turn comes: its gradients of this backward have arrived, or are
+        postponed."""
         if unit.trainable:
             assert self._queue is not None
             self._queue.set_ready(unit)
@@ -380,11 +390,11 @@ class Reductions:
                 self._advance(self._queue)
 
     def finish_first(self, num: int) -> None:
-        """Wait for the first ``num`` reductions of this backward."""
+        """Wait for the reductions of the first ``num`` units of this backward."""
         self._pending.finish_first(self.order[:num])
 
     def late_gradient_came(self, unit: Unit) -> None:
-        """The last weight gradient that ``unit``'s modules had put off has arrived."""
+        """Called when the last postponed weight gradient of ``unit`` has arrived."""
         queue = self._queue
         assert queue is not None
         with self._on_stream():
@@ -393,8 +403,8 @@ class Reductions:
                 self._close(queue)
 
     def end_backward(self) -> None:
-        """Backward is over: reduce the remaining units, wait for pending reductions and publish the
-        gradients, as far as this engine's timing has it."""
+        """End a backward: reduce the remaining units. Depending on the timing of the engine, also
+        wait for pending reductions and publish the gradients."""
         queue = self._queue
         assert queue is not None
         queue.autograd_is_done = True
@@ -407,20 +417,20 @@ class Reductions:
         """Issue the last reductions of the step, unless they are issued already.
 
         Args:
-            wait: return when they are done.
+            wait: Wait for the reductions before returning.
         """
         if self._queue is not None or self.phase in (Phase.ISSUED, Phase.FINAL):
-            return  # backward issues them, or has
+            return  # backward issues them, or has issued them
         self.wait()
         for buffer in self._buffers if self._step is None else ():
-            buffer.begin_backward(reduced=False)  # no microbatch at all on this rank: zeros
+            buffer.begin_backward(reduced=False)  # this rank had no microbatch, and sends zeros
         self._start_last()
         self._issued()
         if wait:
             self.wait()
 
     def _start_last(self, partial: Collection[int] = ()) -> None:
-        """Submit the reductions that are left to the last microbatch, but those of ``partial``."""
+        """Submit the reductions of the last microbatch, except those of units ``partial``."""
         for unit in self.order:
             if unit.index in partial:
                 continue
@@ -438,7 +448,7 @@ class Reductions:
             self._pending.add(unit, submitted, staged=False)
 
     def wait(self) -> None:
-        """Compute waits for everything that is issued."""
+        """Make compute wait for all reductions that were issued."""
         if self._pending:
             with self._on_stream():
                 self._pending.finish()
@@ -448,12 +458,12 @@ class Reductions:
             buffer.reads.gradients.in_flight = None
 
     def finish(self) -> None:
-        """On return gradients are final and published.
+        """Finish the reductions of the step and publish its gradients.
 
         Raises:
-            RuntimeError: a backward is not over, or its weight gradients have not all come; names
-                parameters.
-            Exception: of an observer.
+            RuntimeError: A backward has not ended, or postponed weight gradients are missing. The
+                message names the parameters.
+            Exception: An observer raised an error.
         """
         if self._queue is not None:
             raise RuntimeError(
@@ -470,8 +480,8 @@ class Reductions:
             self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
-        """Run users' hooks on gradients that have become final, and add earlier gradients to them;
-        the engine must be at rest."""
+        """Run users' hooks on final gradients, and add earlier gradients to the results. No forward
+        or backward may be running."""
         step = self._step
         if step is not None and step.hooks_are_due:
             step.hooks_are_due = False
@@ -481,13 +491,13 @@ class Reductions:
                         buffer.run_hooks()
 
     def clear(self, *, zero: bool) -> None:
-        """Begin a step: accumulated gradients are dropped.
+        """Drop all accumulated gradients and begin a new step.
 
         Args:
-            zero: and becomes zero. False: it is overwritten by the next gradients.
+            zero: Write zeros into the buffers. False: the next gradients overwrite them.
 
         Raises:
-            RuntimeError: a backward is not over.
+            RuntimeError: A backward has not ended.
         """
         if self._queue is not None:
             raise RuntimeError(
@@ -502,7 +512,7 @@ class Reductions:
             buffer.discard_gradients(zero=zero)
 
     def scale(self, factor: float | torch.Tensor) -> None:
-        """Multiply all gradients that are there, reduced or accumulated so far."""
+        """Multiply all gradients by ``factor``, whether they are reduced or accumulated."""
         self.wait()
         for buffer in self._buffers:
             assert buffer.grads is not None
@@ -510,7 +520,7 @@ class Reductions:
             buffer.published.scale_kept(factor)
 
     def reset(self) -> None:
-        """Drop this backward and the step with all accumulated gradients."""
+        """Drop the running backward and the step with all accumulated gradients."""
         self._pending.discard()
         self._queue = self._step = None
         self._message.forget()
@@ -523,17 +533,17 @@ class Reductions:
             each.discard()
 
     def _is_final(self, unit: Unit) -> bool:
-        """Whether the unit's gradients are reduced, as those of the step are."""
+        """Returns whether the step's gradients are final, including those of ``unit``."""
         step = self._step
         return step is not None and step.phase is Phase.FINAL and unit.index not in step.partial
 
     def _make_order(self) -> list[Unit]:
-        """Trainable units in the order of their reductions."""
+        """Returns the trainable units in the order of their reductions."""
         order = [self._units[index] for index in reversed(self.canonical_order)]
         return [unit for unit in order if unit.trainable]
 
     def _advance(self, queue: ReductionQueue) -> None:
-        """Reduce, in order, the units that are ready."""
+        """Reduce the units that are ready, in the order of the queue."""
         while (unit := queue.next()) is not None:
             ranks_differ = self.schedule.ranks_differ
             if ranks_differ:
@@ -543,11 +553,11 @@ class Reductions:
                 self.schedule.after_reduction(queue.num_submitted)
 
     def _reduce(self, queue: ReductionQueue, unit: Unit) -> None:
-        """Submit the reductions of ``unit`` that are due in this backward."""
+        """Submit the reductions of ``unit`` that this backward needs."""
         last = queue.is_last and unit.index not in queue.partial
         if queue.arrival(unit) is not GradientArrival.SOME:
             if not last and (queue.inputs_only or not unit.num_staged):
-                return  # there is nothing to send: the accumulation buffer stays as it is
+                return  # no reduction is needed, and the accumulation buffer does not change
             self.open_unit(unit)
         submitted = []
         for buffer in unit.trainable:
@@ -564,7 +574,8 @@ class Reductions:
         self._pending.add(unit, submitted, staged=True)
 
     def _close(self, queue: ReductionQueue) -> None:
-        """All gradients of this backward have arrived, and their reductions are submitted."""
+        """End the backward of ``queue``: all of its gradients have arrived, and their reductions
+        are submitted."""
         self.schedule.await_ranks(queue.place)
         step, self._queue = self._step, None
         assert step is not None
@@ -584,7 +595,7 @@ class Reductions:
         self._leave_pending()
 
     def _leave_pending(self) -> None:
-        """See [Note: Reductions left in flight]."""
+        """Leave reductions in flight, or wait for them: see [Note: Reductions left in flight]."""
         reads = [buffer.reads.gradients for buffer in self._buffers]
         if self._wait_later is None or any(each.were_accessed for each in reads):
             self.wait()
@@ -601,8 +612,8 @@ class Reductions:
 
     @staticmethod
     def _publish_partial(unit: Unit, step: StepReductions) -> None:
-        """Between microbatches: ``.grad`` is there wherever something is accumulated, on any rank,
-        so that the user's clearing it can be seen."""
+        """Publish accumulated gradients of ``unit`` between microbatches, so that the next backward
+        can detect that the user has cleared them."""
         for buffer in unit.trainable:
             if unit.index in step.reduced_units:
                 buffer.publish_gradients([True] * len(buffer.records), reduced=False)
@@ -610,7 +621,7 @@ class Reductions:
                 buffer.published.put_back()
 
     def _publish(self, step: StepReductions) -> bool:
-        """Returns whether gradients were published, which an observer may have prevented."""
+        """Publish the gradients of ``step``. Returns False if an observer has dropped them."""
         new_order = self._seen_order != self.canonical_order
         verdict = self._message.read(new_order)
         if new_order and verdict.same_order:
@@ -642,7 +653,7 @@ class Reductions:
         self._step.phase = phase
 
     def _missing(self) -> str:
-        """Names of parameters whose gradients this backward has not brought so far."""
+        """Returns the names of parameters whose gradients are missing in this backward."""
         queue = self._queue
         assert queue is not None
         names: list[str] = []

@@ -1,9 +1,9 @@
-"""The units that hold transient memory at one time, predicted from units and their sizes alone.
+"""A prediction of the units that hold transient memory at the same time, from sizes of units.
 
-A *moment* is the units that have full parameters, or staged gradients, at one time, in the order in
-which they get them. Where memory has to be counted or allocated before a step has run, units are
-taken to be used as their modules were registered
-(:class:`~fsdp_engine.units.assignment.Expected`).
+It is used where memory must be counted or allocated before a step has run. Units are assumed to be
+used in the order in which their modules were registered
+(:class:`~fsdp_engine.units.assignment.Expected`). A *moment* is the list of units that have full
+parameters, or staged gradients, at one time, in the order in which they get them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from fsdp_engine.units.assignment import Expected
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A step whose reductions take until they are waited for.
+    """A step in which each reduction is in flight until the engine has to wait for it.
 
     Attributes:
-        expected: how units are used. One that contains others, or is used again further on in
-            backward, gets gradients until then.
-        gathered: by unit, elements that are gathered.
-        staged: by unit, elements of staged gradients.
-        window: elements that are prefetched.
+        expected: The expected order of uses. A unit that contains others, or is used several times,
+            gets gradients until the end of its last use in backward.
+        gathered: Number of elements that are gathered for each unit.
+        staged: Number of elements of staged gradients of each unit.
+        window: The prefetch window in elements.
         limit: The limit on staged gradients.
     """
 
@@ -38,7 +38,8 @@ class Rehearsal:
     limit: StagingBudget
 
     def full(self) -> Iterator[list[int]]:
-        """Units that are full while each of them computes, in forward and in backward."""
+        """Yield, for each use in forward and in backward, the units that are full at that time, in
+        the order in which they were gathered."""
         for order in (self.expected.forward, self.expected.backward):
             uses = [Use(unit, FORWARD) for unit in order]
             windows = prefetch_windows(uses, self.gathered, self.window)
@@ -47,7 +48,8 @@ class Rehearsal:
                 yield list(dict.fromkeys((*around, use.unit, *(each.unit for each in window))))
 
     def staging(self) -> Iterator[list[int]]:
-        """Units whose gradients are staged when each of them gets its first one."""
+        """Yield, for each use in backward, the units that have staging buffers at that time, in the
+        order in which these were allocated."""
         order, sizes = self.expected.forward, self.staged
         first_place = {unit: place for place, unit in reversed(list(enumerate(order)))}
         in_flight: deque[int] = deque()

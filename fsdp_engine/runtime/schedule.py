@@ -1,29 +1,29 @@
-"""Which units are unsharded when: the recorded order of uses, and the gathers that follow from it.
+"""When units are gathered and freed: the recorded order of uses, and the prefetches based on it.
 
 [Note: Recorded order]
     f0 f1 .. fn | bn .. b1 b0
 
-Units are numbered. A *use* is a unit and the phase that its weights are read for. Forward is
-recorded as units are entered; a unit that is called twice is recorded twice. Backward is recorded
-as gradients reach units, with the forwards that checkpoints run again in between. The next
-microbatch is expected to follow the same order, so a place in it determines
+Units are numbered. A *use* is a unit and a phase, in which its weights are read. In forward, a use
+is recorded when a unit is entered; a unit that is called twice is recorded twice. In backward, a
+use is recorded when a gradient reaches a unit, and when a checkpoint repeats a unit's forward. The
+next microbatch is expected to follow the same order. The position in this order determines
 
-- the units to prefetch: the next uses, within the budget (a *prefetch window*). No window reaches
-  from forward into backward: the loss is between them, and its memory is the largest of the step;
-- whether a unit is kept unsharded when it is left: if the next use is its own. So the last block is
-  kept for its backward, and so are the units that contain it.
+- the units to prefetch: the next uses, within the budget (a *prefetch window*). No window extends
+  from forward into backward, because the loss between them has the peak memory of the step;
+- whether a unit is kept unsharded when it is left: it is kept if the next use is its own. So the
+  last block is kept for its backward, and so are the units that contain it.
 
-Before the first backward, units are expected in the reverse of the order in which forward left
-them, so that a unit that contains others precedes them both times. Where execution leaves the
-recorded order, prefetched units are freed, the unit is gathered on demand, and a new order is
+Before the first backward, units are expected in the reverse of the order in which forward has left
+them, so that a unit that contains others precedes them in both orders. If execution differs from
+the recorded order, prefetched units are freed, units are gathered on demand, and a new order is
 recorded.
 
 [Note: One order on all ranks]
-Collectives of one group must be issued in one order on all ranks. Sharded units are gathered when
-they are entered: all ranks must enter the same units, unless another :class:`Schedule` is in place.
-Units that are never sharded are only *refreshed* after their weights changed, and ranks may enter
-different ones. So refreshes are issued in the canonical order of units, up to the unit that is
-entered; the rest is issued when forward ends.
+Collectives of one group must be issued in one order on all ranks. Units with sharded parameters are
+gathered when they are entered, so all ranks must enter the same units, unless a subclass of
+:class:`Schedule` is in use. Units whose parameters are never sharded are only *refreshed* after
+their weights have changed, and ranks may enter different ones. So refreshes are issued in the
+canonical order of units, up to the unit that is entered. The rest is issued when forward ends.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD, Call, Unit
 
 
 class Use(NamedTuple):
-    """One use of a unit: its number, and FORWARD, BACKWARD or BOTH."""
+    """One use of a unit: the number of the unit, and a phase (FORWARD, BACKWARD or BOTH)."""
 
     unit: int
     phase: int
 
 
 class Step(NamedTuple):
-    """The place of a use in the recorded order.
+    """A position in the recorded order.
 
     Attributes:
         phase: The recorded phase of the use.
-        window: uses to prefetch, nearest first.
-        expected: it was the next use of the recorded order.
+        window: The uses to prefetch, nearest first.
+        expected: Whether the use was the next one of the recorded order.
     """
 
     phase: int
@@ -61,15 +61,15 @@ class Step(NamedTuple):
 def prefetch_windows(
     uses: Sequence[Use], sizes: Sequence[int], budget: int
 ) -> list[tuple[Use, ...]]:
-    """Returns the prefetch window of each place in ``uses``, nearest uses first.
+    """Returns the prefetch window of each position in ``uses``, nearest uses first.
 
-    Units are taken while the elements taken so far stay below ``budget``: at least one, unless
-    the budget is 0, and never more than one unit over it.
+    Units are added to a window while its number of elements is less than ``budget``. So a window
+    has at least one unit, unless the budget is 0, and exceeds the budget by less than one unit.
 
     Args:
-        uses: in their order.
-        sizes: elements of each unit; units of 0 elements are not gathered and are skipped.
-        budget: elements.
+        uses: The uses, in their order.
+        sizes: Number of elements of each unit. Units of 0 elements are not gathered, and skipped.
+        budget: The prefetch window in elements.
 
     Example: forward through four units of 10 elements, budget 20, has windows of the units
     ``[(1, 2), (2, 3), (3,), ()]``.
@@ -90,7 +90,7 @@ def prefetch_windows(
 
 
 class _Half:
-    """The uses of forward or of backward, and the number of those that have begun."""
+    """The recorded uses of forward or of backward, and the position of the next one."""
 
     def __init__(self, uses: Sequence[Use], sizes: Sequence[int], budget: int) -> None:
         self.uses = list(uses)
@@ -105,13 +105,13 @@ class _Half:
         self.next = 0
 
     def window(self, place: int) -> tuple[Use, ...]:
-        """The prefetch window of a place."""
+        """Returns the prefetch window of a position."""
         return self._steps[place].window
 
     def advance(self, unit: int, phase: int) -> Step:
-        """Advance to the use that begins. A use out of order is searched for after the current
-        place, then from the start; a use that is not recorded has no window, and the place does not
-        change."""
+        """Advance the position past the use that begins, and return its recorded step. A use out of
+        order is searched for after the current position, then from the start. A use that is not
+        recorded has no window, and does not change the position."""
         kind = (unit, phase >= BACKWARD)
         place = self.next
         if place < len(self._kinds) and kind == self._kinds[place]:
@@ -133,9 +133,9 @@ class Record:
     """The recorded order of uses of a microbatch, in integers: see [Note: Recorded order].
 
     Args:
-        forward: units in the order in which the first forward is expected to enter them.
-        backward: the same for the first backward.
-        sizes, budget: see :func:`prefetch_windows`.
+        forward: Units in the order in which the first forward is expected to enter them.
+        backward: Units in the order in which the first backward is expected to enter them.
+        sizes, budget: See :func:`prefetch_windows`.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Record:
 
     @property
     def units_in_forward(self) -> list[int]:
-        """Units in the order in which forward enters them."""
+        """The units in the order in which forward enters them."""
         return [use.unit for use in self._forward.uses]
 
     @property
@@ -161,41 +161,42 @@ class Record:
         return (uses[0], *self._forward.window(0)) if uses else ()
 
     def next_uses(self, num: int) -> Sequence[Use]:
-        """The next ``num`` uses of the forward or backward that runs."""
+        """Returns the next ``num`` uses of the running forward or backward."""
         half = self._half_now
         return half.uses[half.next : half.next + num]
 
     def begin_forward(self) -> None:
-        """A forward begins."""
+        """Begin the record of a forward."""
         self._begin(self._forward)
 
     def begin_backward(self) -> None:
-        """A backward begins."""
+        """Begin the record of a backward."""
         self._begin(self._backward)
 
     def use(self, unit: int, phase: int) -> Step:
-        """A use of ``unit`` begins."""
+        """Record a use of ``unit``. Returns its position in the order that was recorded before."""
         self._seen.append(Use(unit, phase))
         return self._half_now.advance(unit, phase)
 
     def repeats(self, unit: int) -> None:
-        """A forward of ``unit`` is repeated within its backward."""
+        """Change the phase of the last use of ``unit`` to BOTH, because its forward is repeated
+        within its backward."""
         for place in range(len(self._seen) - 1, -1, -1):
             if self._seen[place].unit == unit:
                 self._seen[place] = Use(unit, BOTH)
                 return
 
     def leave(self, unit: int) -> None:
-        """A forward of ``unit`` is over, and its backward will come."""
+        """Record that a forward of ``unit`` has ended and that its backward will follow."""
         self._left.append(unit)
 
     def next_phase(self, unit: int, open_units: Collection[int], has_backward: bool) -> int:
-        """Returns the phase of the next use, if it is a use of ``unit``; else 0.
+        """Returns the phase of the next use if it is a use of ``unit``, else 0.
 
         Args:
-            unit: the unit that was just left.
-            open_units: units in use, which are skipped.
-            has_backward: a backward follows the forward.
+            unit: The unit that was just left.
+            open_units: Units that are still in use, whose uses are skipped.
+            has_backward: A backward follows the forward.
         """
         uses, place = self._half_now.uses, self._half_now.next
         while True:
@@ -208,17 +209,18 @@ class Record:
             uses, place = self._backward.uses, 0
 
     def end_forward(self) -> None:
-        """A forward of the whole model is over: its order is expected from now on."""
+        """End a forward of the model. Its order is expected for the next forward."""
         if self._seen != self._forward.uses:
             self._forward = self._half(self._seen)
             self._forward.next = len(self._seen)
-            left = self._left or self.units_in_forward  # without autograd no unit is left for it
+            # Without autograd no unit was recorded by leave().
+            left = self._left or self.units_in_forward
             self._backward = self._half([Use(unit, BACKWARD) for unit in reversed(left)])
             self._half_now = self._forward
 
     def end_backward(self) -> None:
-        """A backward is over: its order is expected from now on, unless it was the beginning of the
-        expected one."""
+        """End a backward. Its order is expected for the next backward, unless it was only the
+        beginning of the expected order."""
         if self._seen != self._backward.uses[: len(self._seen)]:
             self._backward = self._half(self._seen)
 
@@ -233,7 +235,7 @@ class Record:
 
 
 class Place(enum.IntEnum):
-    """Where a rank waits until all others are there, too."""
+    """The places in a step at which a rank waits until all other ranks have reached them."""
 
     BACKWARD = 0
     LAST_BACKWARD = 1
@@ -246,10 +248,10 @@ class Refreshes:
     """The refreshes of one forward: see [Note: One order on all ranks].
 
     Args:
-        order: the canonical order of units.
+        order: The canonical order of units.
 
     Attributes:
-        done: numbers of the units that are refreshed.
+        done: Numbers of the units that were refreshed, or needed no refresh.
     """
 
     def __init__(self, order: Sequence[int]) -> None:
@@ -257,9 +259,9 @@ class Refreshes:
         self._order = order
 
     def through(self, last: Unit | None, units: Sequence[Unit]) -> None:
-        """Refresh those of ``units`` that changed, in canonical order, up to ``last``; None: all of
-        them."""
-        compute_now: Ticket | None = None  # the model runs nothing in between
+        """Refresh units whose weights have changed, in canonical order, up to ``last``. None: up to
+        the end of the order."""
+        compute_now: Ticket | None = None  # one for all: compute gets no work between these gathers
         while len(self.done) < len(self._order):
             unit = units[self._order[len(self.done)]]
             self.done.add(unit.index)
@@ -273,16 +275,16 @@ class Refreshes:
 class Schedule:
     """Gathers units before their uses, and frees them.
 
-    A seam: here all ranks use the same units. The extension for ranks that differ has a subclass,
-    which :meth:`.Scheduler.use_schedule` puts in place of this one.
+    A seam: with this class, all ranks use the same units. An extension for ranks that use different
+    units has a subclass, which :meth:`.Scheduler.use_schedule` installs.
 
     Args:
-        units: all of them, in module order, the root first.
-        record: the recorded order.
+        units: All units of the model, in module order, the root first.
+        record: The recorded order of uses.
 
     Attributes:
-        ranks_differ: ranks may use different units.
-        record: the recorded order of the uses that come now.
+        ranks_differ: Whether ranks may use different units.
+        record: The recorded order of uses.
     """
 
     ranks_differ = False
@@ -290,25 +292,25 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], record: Record) -> None:
         self.record = record
         self._units = units
-        # Units that are unsharded, or in flight, for a use that is expected, with its phase.
+        # Units that are gathered, or being gathered, for an expected use, with its phase.
         self._reserved: dict[int, int] = {}
-        # Of the forward that runs.
+        # The refreshes of the running forward.
         self._refreshes: Refreshes | None = None
 
-    # What a subclass decides.
+    # Methods for subclasses to override.
 
     def gather(self, unit: Unit, phase: int, compute_now: Ticket | None = None) -> None:
-        """On return the gather of ``unit`` for a use of ``phase`` is issued. See
+        """Issue the gather of ``unit`` for a use of ``phase``, if it is needed. See
         :meth:`.Unit.gather`."""
         if unit.needs_gather(phase):
             unit.gather(phase, compute_now)
 
     def gather_ahead(self, window: Sequence[Use], compute_now: Ticket | None) -> None:
-        """Issue the gathers of the uses that follow the present one.
+        """Prefetch the units of the next uses.
 
         Args:
-            window: those uses, as the recorded order has them.
-            compute_now: see :meth:`.Unit.gather`.
+            window: The next uses of the recorded order, which are to be prefetched.
+            compute_now: See :meth:`.Unit.gather`.
         """
         for use in window:
             unit = self._units[use.unit]
@@ -317,47 +319,47 @@ class Schedule:
                 self._reserved[use.unit] = use.phase
 
     def forward_begins(self) -> None:
-        """The outermost module of a forward is called."""
+        """Called when the outermost module of a forward is called."""
 
     def forward_ends(self) -> None:
-        """A forward is over."""
+        """Called when a forward has ended."""
 
     def backward_begins(self) -> None:
-        """A backward begins."""
+        """Called when a backward begins."""
 
     def backward_ends(self) -> None:
-        """A backward is over."""
+        """Called when a backward has ended."""
 
     def check_backward(self, call: Call, schedule: Schedule) -> None:
-        """The backward of a call begins whose forward ran with this schedule. Now there is
-        ``schedule``."""
+        """Called when the backward of ``call`` begins with another schedule, ``schedule``, than its
+        forward, which ran with this one. May raise an error."""
 
     def await_ranks(self, place: Place = Place.CALL) -> None:
-        """This rank needs no gather until all ranks are at ``place``. Called before each collective
-        outside of the recorded order, and before weights change."""
+        """Wait until all ranks have reached ``place``, and take part in their gathers until then.
+        Called before each collective outside of the recorded order, and before weights change."""
 
     def await_reductions(self, place: Place) -> None:
-        """This rank is about to wait for the reductions that it has submitted."""
+        """Called before this rank waits for the reductions that it has submitted."""
 
     def before_reduction(self, num_submitted: int, place: Place) -> None:
-        """This rank is about to submit a reduction, the ``num_submitted``-th of its backward."""
+        """Called before this rank submits reduction number ``num_submitted`` of its backward."""
 
     def after_reduction(self, num_submitted: int) -> None:
-        """This rank has submitted that many reductions in its backward."""
+        """Called when this rank has submitted ``num_submitted`` reductions in its backward."""
 
     def has_another_pass(self) -> bool:
-        """Whether another rank reduces gradients of its units once more in this backward, and this
-        one does not. Collective."""
+        """Returns whether another rank reduces gradients of its units once more in this backward,
+        while this rank does not. Collective."""
         return False
 
-    # Uses.
+    # Uses of units.
 
     def begin_forward(self, order: Sequence[int], *, refreshes_now: bool) -> None:
-        """A forward begins.
+        """Begin a forward.
 
         Args:
-            order: the canonical order of units.
-            refreshes_now: all refreshes are issued now, into memory that is held anyway.
+            order: The canonical order of units.
+            refreshes_now: Issue all refreshes now. They need no additional memory.
         """
         self.record.begin_forward()
         self.forward_begins()
@@ -366,10 +368,11 @@ class Schedule:
             self._refreshes.through(None, self._units)
 
     def end_forward(self, *, has_refreshes: bool) -> None:
-        """A forward is over.
+        """End a forward.
 
         Args:
-            has_refreshes: units are refreshed, which ranks may have entered or not.
+            has_refreshes: The model has units that are refreshed, some of which this rank may not
+                have entered.
         """
         refreshes, self._refreshes = self._refreshes, None
         self.free_reserved(phase=FORWARD)
@@ -377,17 +380,17 @@ class Schedule:
         if has_refreshes and refreshes is not None:
             refreshes.through(None, self._units)
             for unit in self._units:
-                # Units that this rank did not enter must not read main weights that the next
-                # optimizer step writes.
+                # Refreshes of units that this rank did not enter must be done before the next
+                # optimizer step writes the main weights.
                 unit.wait()
 
     def use(self, unit: Unit, phase: int, *, in_forward: bool = False) -> None:
-        """A use of ``unit`` begins: provide its full parameters, and prefetch the next units.
+        """Begin a use of ``unit``: provide its full parameters, and prefetch the next units.
 
         Args:
-            unit: the unit.
+            unit: The unit.
             phase: The phase of the use.
-            in_forward: no backward runs.
+            in_forward: No backward is running.
         """
         if not unit.buffers:
             return
@@ -402,7 +405,7 @@ class Schedule:
                 keep={unit.index, *(use.unit for use in window)},
                 phase=BACKWARD if step.expected else BOTH,
             )
-        compute_now: Ticket | None = None  # the model runs nothing between these gathers
+        compute_now: Ticket | None = None  # one for all: compute gets no work between these gathers
         if window and unit.reshards and unit.needs_refresh and not unit.is_current:
             compute_now = unit.record_compute()
         self.provide(unit, step.phase, compute_now)
@@ -411,7 +414,7 @@ class Schedule:
         unit.install()
 
     def use_once(self, unit: Unit, phase: int) -> None:
-        """A use of ``unit`` begins that is not part of the recorded order."""
+        """Begin a one-off use of ``unit``, which is not recorded."""
         self.provide(unit, phase)
         unit.install()
 
@@ -419,8 +422,8 @@ class Schedule:
         """Issue the gather of ``unit``, unless it is unsharded and current.
 
         Args:
-            unit, phase: the use.
-            compute_now: see :meth:`.Unit.gather`.
+            unit, phase: The unit and the phase of the use.
+            compute_now: See :meth:`.Unit.gather`.
         """
         refreshes = self._refreshes
         if unit.reshards or refreshes is None or unit.index in refreshes.done:
@@ -429,12 +432,12 @@ class Schedule:
             refreshes.through(unit, self._units)
 
     def leave_forward(self, unit: Unit, entered: Collection[int], *, reads_again: bool) -> None:
-        """The last use of ``unit`` in forward, so far, is over.
+        """End the last of the running uses of ``unit`` in forward.
 
         Args:
-            unit: the unit.
-            entered: numbers of units that are still in use.
-            reads_again: a backward will come to it, and read its weights.
+            unit: The unit.
+            entered: Numbers of the units that are still in use.
+            reads_again: A backward will follow and read the weights of the unit.
         """
         phase = self.record.next_phase(unit.index, entered, reads_again)
         if phase:
@@ -446,11 +449,11 @@ class Schedule:
             unit.release()
 
     def leave_backward(self, unit: Unit, entered: Collection[int]) -> None:
-        """The last use of ``unit`` in backward, so far, is over.
+        """End the last of the running uses of ``unit`` in backward.
 
         Args:
-            unit: the unit.
-            entered: numbers of units that are still in use.
+            unit: The unit.
+            entered: Numbers of the units that are still in use.
         """
         phase = self.record.next_phase(unit.index, entered, False)
         if phase:
@@ -460,17 +463,21 @@ class Schedule:
             unit.end_backward()
 
     def is_reserved(self, unit: Unit) -> bool:
-        """Whether ``unit`` is unsharded for a use that is expected."""
+        """Returns whether ``unit`` is held for an expected use."""
         return unit.index in self._reserved
 
     def use_reserved(self, unit: Unit) -> None:
-        """The use of ``unit`` that was expected, if any was, is the one that begins."""
+        """Begin the expected use of ``unit``: it is no longer held for this use."""
         self._reserved.pop(unit.index, None)
 
     def free_reserved(self, keep: Collection[int] = (), phase: int = BOTH) -> None:
-        """Free units that are unsharded for a use of ``phase`` that is no longer expected.
+        """Free units that are held for a use of ``phase`` that is no longer expected.
 
-        A use of both phases counts as one of backward.
+        A use of both phases counts as a use of backward.
+
+        Args:
+            keep: Numbers of units that are not freed.
+            phase: The phase of the uses.
         """
         for index, reserved_for in sorted(self._reserved.items()):
             counts_as = BACKWARD if reserved_for & BACKWARD else FORWARD
@@ -484,13 +491,13 @@ class Schedule:
     def gather_before_forward(
         self, order: Sequence[int], *, wait: bool, sharded: bool = True
     ) -> None:
-        """Issue the gathers that the next forward would begin with: those of units that are never
-        sharded and changed, and (``sharded``) the first ones of the recorded order.
+        """Issue the gathers with which the next forward would begin.
 
         Args:
-            order: the canonical order of units.
-            wait: compute waits for them.
-            sharded: see above.
+            order: The canonical order of units.
+            wait: Make compute wait for the gathers.
+            sharded: Gather the first units of the recorded order. False: only refresh units whose
+                parameters are never sharded and whose weights have changed.
         """
         Refreshes(order).through(None, self._units)
         for use in self.record.first if sharded else ():
@@ -509,23 +516,24 @@ class Schedule:
         self.free_reserved(phase=FORWARD)
 
     def free_all(self) -> None:
-        """Free what ranks may hold differently, so that all hold the same again."""
+        """Free all units that are not in use, so that all ranks hold the same units."""
         self._reserved.clear()
         for unit in self._units:
             if unit.reshards and not unit.uses:
                 unit.release()
 
     def reset(self) -> None:
-        """Drop what an exception has interrupted."""
+        """Drop the state of a forward or backward that an exception has interrupted."""
         self._refreshes = None
         self._reserved.clear()
 
 
 def first_use_order(order: Sequence[int], num_units: int) -> list[int]:
-    """Returns all units, each once: those of ``order`` by first use, every other one directly after
-    its predecessor by number.
+    """Returns the numbers of all units, in the order of their first use in ``order``. A unit that
+    is not in ``order`` follows its predecessor by number.
 
-    Example: ``[2, 0, 2]`` of four units, of which 1 and 3 were not used, gives ``[2, 3, 0, 1]``.
+    Example: for ``[2, 0, 2]`` and four units, of which 1 and 3 are not used, the result is
+    ``[2, 3, 0, 1]``.
     """
     seen = set(order)
     missing: dict[int, list[int]] = {}
@@ -542,5 +550,5 @@ def first_use_order(order: Sequence[int], num_units: int) -> list[int]:
 
 
 def order_digest(order: Sequence[int]) -> bytes:
-    """Returns a digest of an order, 8 bytes."""
+    """Returns a digest of an order of units, which has 8 bytes."""
     return hashlib.sha256(",".join(map(str, order)).encode()).digest()[:8]

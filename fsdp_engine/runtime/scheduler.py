@@ -1,10 +1,10 @@
-"""Forwards and backwards: what the hooks of modules and of autograd report, in order.
+"""The scheduler, to which hooks report the events of forwards and backwards.
 
-The scheduler tells the schedule (``schedule.py``) which unit is used and which one is left, and the
-reductions (``reductions.py``) which gradients have come.
+It tells the schedule (``schedule.py``) which unit is used and which unit is left, and the
+reductions (``reductions.py``) which gradients have arrived.
 
-A forward within a backward repeats an earlier one (a checkpoint). A forward that repeats none, or
-gradients of a unit that come in several runs of autograd, are those of a subclass.
+A forward within a backward must repeat an earlier forward, as a checkpoint does. All gradients of a
+unit must arrive in one run of autograd. A subclass supports other cases.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ class Scheduler:
     Args:
         units: All units, in module order, the root first.
         memory: The memory manager of the engine.
-        budget: The number of elements to prefetch.
-        reductions: The reductions, which are told when the gradients of a unit are complete.
+        budget: The prefetch window in elements.
+        reductions: The reductions, to which units with complete gradients are reported.
         timing: When changed weights are gathered.
-        expected: The order in which units are expected to be used first.
-        watch: Sees forwards and backwards.
+        expected: The order of uses that is expected before execution has shown the real one.
+        watch: The object that is called at the start and end of forwards and backwards.
 
     Attributes:
-        before_changes: Functions that are called when users may change main weights next: after a
+        before_changes: Functions that are called before users may change main weights: after a
             forward without autograd, and before a step of an optimizer.
-        schedule: Gathers units, and frees them.
-        microbatch: The microbatch of forwards and backwards, where several are pending.
-        inputs_only: Backwards compute no gradients of parameters.
-        outer_run: The run of autograd within which the present forward runs, if the engine had uses
-            in it before; else None.
+        schedule: The schedule, which gathers and frees units.
+        microbatch: The microbatch to which forwards and backwards belong, if backwards of several
+            microbatches are pending; else None.
+        inputs_only: Whether backwards compute only gradients of inputs, none of parameters.
+        outer_run: The run of autograd within which the present forward runs, if the engine
+            computed in it before; else None.
     """
 
     outer_run: int | None = None
-    # Other forwards and backwards run within a backward.
+    # Whether other forwards and backwards run within a backward.
     _has_nested = False
-    # Backwards with units whose gradients come in several runs of autograd.
+    # The backwards with units whose gradients arrive in several runs of autograd.
     _in_slices: Sized = ()
 
     def __init__(
@@ -91,21 +92,21 @@ class Scheduler:
         self._containing = expected.containing
         self.prefetches = budget > 0
         self._has_refreshes = any(unit.needs_refresh and not unit.reshards for unit in units)
-        # All of them are issued when forward begins.
+        # Whether all refreshes are issued when forward begins.
         self._refreshes_ahead = timing.gathers_ahead and self.prefetches and self._has_refreshes
         self._forward: Forward | None = None
         self._backward: Backward | None = None
-        # The number of calls, for each unit of several modules, that ran without autograd or whose
-        # outputs are not observed. Their backward may come: a re-entrant checkpoint runs a call
-        # again. While gradients of such a unit are missing, they may be yet to come.
+        # For each unit of several modules, the number of calls that ran without autograd or whose
+        # outputs are not observed. A backward may follow, as a re-entrant checkpoint repeats such a
+        # call. So if gradients of the unit are missing, they may still arrive.
         self._uncounted: Counter[int] = Counter()
-        # The last forward ran within a stage of torch.distributed.pipelining.
+        # Whether the last forward ran within a stage of torch.distributed.pipelining.
         self._in_stage_of_torch = False
 
     # Forward.
 
     def enter_forward(self, unit: Unit, *, is_recorded: bool = True) -> None:
-        """A module of the unit is called.
+        """Enter a unit, of which a module is called.
 
         Args:
             unit: The unit.
@@ -124,22 +125,22 @@ class Scheduler:
         unit.enter()
 
     def note_uncounted(self, unit: Unit) -> None:
-        """A module of the unit runs, and whether its backward will come is not known."""
+        """Count a call of a module of the unit if it is not known whether a backward follows."""
         if len(unit.modules) > 1:
             self._uncounted[unit.index] += 1
 
     def note_run_again(self, unit: Unit) -> None:
-        """A module of the unit is called within backward, with gradients enabled."""
+        """Count a call of a module of the unit within backward, with gradients enabled."""
         assert self._backward is not None
         self._backward.num_run_again[unit.index] += 1
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, is_recorded: bool = True) -> None:
-        """A module of the unit has returned.
+        """Leave a unit, of which a module has returned.
 
         Args:
             unit: The unit.
-            reads_again: A backward will come to it, and read its weights.
-            is_recorded: As the unit was entered.
+            reads_again: A backward will follow and read the weights of the unit.
+            is_recorded: The value with which the unit was entered.
         """
         forward = self._forward
         assert forward is not None
@@ -153,12 +154,12 @@ class Scheduler:
             self._end_forward(forward, unit)
 
     def is_nested_forward(self, units: Collection[Unit], *, is_model: bool) -> bool:
-        """Whether a call of a module within a backward has a backward of its own, or is within such
-        a call. False: it repeats a call whose backward is to come, or runs.
+        """Returns whether a call of a module within a backward belongs to a new forward with a
+        backward of its own. False: it repeats a call whose backward is pending or running.
 
         Args:
             units: The units of the module.
-            is_model: The module is the model itself.
+            is_model: The module is the root of the model.
         """
         backward = self._backward
         if self._forward is not None:
@@ -171,10 +172,10 @@ class Scheduler:
         return is_model or not in_function_of_autograd()
 
     def _make_forward(self) -> Forward:
-        """Returns the forward that begins.
+        """Create the object of a forward that begins.
 
         Raises:
-            NotImplementedError: it begins within a backward.
+            NotImplementedError: The forward begins within a backward.
         """
         if in_backward():
             raise _unknown("a forward within a backward that repeats no earlier one")
@@ -188,7 +189,8 @@ class Scheduler:
             )
         forward = self._make_forward()
         if self.reductions.stream.is_new():
-            # Autograd accumulates on the stream that was current as its node was made.
+            # Autograd accumulates a gradient on the stream that was current when its node was
+            # created, so the nodes are created again.
             self.reductions.stream.begin()
             for unit in self.units:
                 for buffer in unit.trainable:
@@ -201,7 +203,7 @@ class Scheduler:
                 unit.check_not_swapped()
             unit.follow_requires_grad()
             if unit.state is State.GATHERING and not unit.is_current:
-                unit.wait()  # gathered before the forward, and changed since: to be gathered again
+                unit.wait()  # weights have changed since it was gathered: it is gathered again
         self._watch.begin_forward()
         self._forward = forward
         self.schedule.begin_forward(
@@ -228,17 +230,19 @@ class Scheduler:
             self._watch.check(ranks_differ=self.ranks_differ)
 
     def gather_before_forward(self, *, wait: bool, sharded: bool = True) -> None:
-        """Issue the gathers that the next forward would begin with: those of units that are never
-        sharded and changed, and (``sharded``) the first ones of the recorded order."""
+        """Issue the gathers with which the next forward would begin. See
+        :meth:`.Schedule.gather_before_forward`."""
         if self._forward is not None or self._backward is not None:
-            return  # that forward runs already
+            return  # that forward is already running
         order = self.reductions.canonical_order
         self.schedule.gather_before_forward(order, wait=wait, sharded=sharded)
 
     def gather_ahead(self, unit: Unit) -> None:
-        """Issue the gather of a unit that the user asks for."""
+        """Prefetch a unit at the user's request."""
         if self.ranks_differ and not unit.reshards:
-            self.gather_before_forward(wait=False, sharded=False)  # as the others' next forward
+            # All ranks must issue refreshes in one order. So this rank issues all of them, as other
+            # ranks do in their next forward.
+            self.gather_before_forward(wait=False, sharded=False)
         else:
             self.schedule.provide(unit, FORWARD)
 
@@ -248,10 +252,10 @@ class Scheduler:
         return self.schedule.ranks_differ
 
     def use_schedule(self, schedule: Schedule | None) -> None:
-        """Gather by another schedule from now on; no forward or backward is running.
+        """Gather units by another schedule from now on. No forward or backward may be running.
 
         Args:
-            schedule: None: the engine's own, by which all ranks use the same units.
+            schedule: The schedule. None: the engine's own, for ranks that use the same units.
         """
         self.schedule.free_all()
         self.schedule = self.reductions.schedule = schedule or self._own_schedule
@@ -267,9 +271,8 @@ class Scheduler:
     # Backward.
 
     def repeat(self, unit: Unit) -> None:
-        """A module of the unit is called within backward: its forward is repeated.
-
-        Nothing is freed before the unit's own backward is over.
+        """Provide the parameters of a unit, of which a module is called within backward to repeat
+        its forward. They are not freed before the unit's backward has ended.
         """
         backward = self.begin_backward()
         if self._in_slices:
@@ -279,18 +282,19 @@ class Scheduler:
             self.schedule.record.repeats(unit.index)
             self.schedule.use_once(unit, BOTH)
         else:
-            # Where the same bytes serve both phases, its backward gathers no more.
+            # If forward and backward read the same bytes, its backward needs no other gather.
             self.schedule.use(unit, unit.repeated_phase)
 
     def enter_backward(self, call: Call, inputs: Sequence[Any] = ()) -> None:
-        """The gradient of an output of ``call`` has come: its backward begins.
+        """Begin the backward of ``call``, unless it has begun. Called when a gradient of an output
+        is computed.
 
         Args:
             call: The call.
-            inputs: Autograd's nodes of the call's inputs, where it has several.
+            inputs: Autograd's nodes of the call's inputs, if there are several.
 
         Raises:
-            Exception: see :meth:`.Schedule.check_backward`.
+            Exception: See :meth:`.Schedule.check_backward`.
         """
         backward = self._backward
         if backward is not None and backward.has_entered(call):
@@ -314,7 +318,8 @@ class Scheduler:
             call.unit.enter()
 
     def input_came(self, call: Call) -> None:
-        """The gradient of an input of ``call`` has come."""
+        """Called when a gradient of an input of ``call`` is computed. The last one ends the
+        backward of the call."""
         backward = self._backward
         if backward is not None and backward.input_came(call):
             self._leave_backward(backward, call)
@@ -324,46 +329,56 @@ class Scheduler:
                 self._note_slice(backward, call.unit)
 
     def _leave_backward(self, backward: Backward, call: Call) -> None:
-        """The backward of ``call`` is over."""
+        """End the backward of ``call``, and leave its unit."""
         if backward.leave(call) and not call.unit.uses:
             self.schedule.leave_backward(call.unit, backward.open_units)
 
     def gradient_came(self, unit: Unit) -> None:
-        """The last gradient of a buffer of ``unit`` came."""
+        """Called when the last gradient of a buffer of ``unit`` was written."""
         backward = self._backward
         assert backward is not None
         if unit.misses_gradients or unit.index in self._containing:
-            return  # functions before the units inside may still read its weights
+            return  # the backward of a unit that contains others may still read its weights
         if current_run() == backward.run:
             self._leave_calls(backward, unit)
         else:
             self._note_slice(backward, unit)
 
     def _begin_nested(self, outer: Backward) -> Backward:
-        """The backward of a forward that ran within ``outer`` begins; returns it."""
+        """Begin the backward of a forward that ran within the backward ``outer``, and return it.
+
+        Raises:
+            NotImplementedError: Only a subclass supports this.
+        """
         raise _unknown("a backward within a backward")
 
     def _note_slice(self, backward: Backward, unit: Unit) -> None:
-        """Another run of autograd within ``backward`` has brought all gradients of ``unit``."""
+        """Called when all gradients of ``unit`` have arrived in another run of autograd within
+        ``backward``.
+
+        Raises:
+            NotImplementedError: Only a subclass supports this.
+        """
         raise _unknown("gradients of a unit that come in several runs of autograd")
 
     def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
-        """This run of autograd reaches ``following``, or (None) the backward ends."""
+        """Called when this run of autograd reaches ``following``. None: the backward ends."""
 
     def _resume(self, ended: Forward | Backward) -> None:
-        """A forward or backward is over: resume the backward within which it ran."""
+        """Resume the backward within which the forward or backward ``ended`` has run."""
 
     def _leave_calls(self, backward: Backward, unit: Unit) -> None:
-        """All gradients of ``unit`` have come: leave its calls whose end is not observed."""
+        """Leave the calls of ``unit`` whose end is not observed, since all of its gradients have
+        arrived."""
         calls = [call for call in backward.open_calls(unit) if call.is_recorded]
         if any(call.has_boundary for call in calls):
-            return  # the end of that call's backward is observed
+            return  # the gradient of an input will end the backward of that call
         for call in calls:
             self._leave_backward(backward, call)
         self._check_ready(unit)
 
     def _check_ready(self, unit: Unit) -> None:
-        """Report the unit to the reductions if all of its gradients have come."""
+        """Report the unit to the reductions if all of its gradients have arrived."""
         assert self._backward is not None
         is_counted = unit.index not in self._uncounted or not unit.misses_gradients
         runs_again = unit.index in self._backward.run_again
@@ -371,7 +386,8 @@ class Scheduler:
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:
-        """``unit`` is about to get its first gradient of this backward, or will get it later."""
+        """Allocate buffers for the gradients of ``unit``, before its first gradient of this
+        backward is written or postponed."""
         backward = self.begin_backward()
         backward.creates_graph = torch.is_grad_enabled()
         if self._in_slices:
@@ -379,7 +395,7 @@ class Scheduler:
         self.reductions.open_unit(unit)
 
     def late_gradient_came(self, unit: Unit) -> None:
-        """The last weight gradient that the unit's modules postponed has come."""
+        """Called when the last postponed weight gradient of the unit was written."""
         if unit.uses == 0:
             unit.uninstall()
         self.reductions.late_gradient_came(unit)
@@ -387,28 +403,28 @@ class Scheduler:
             self.reductions.run_hooks()
 
     def begin_backward(self) -> Backward:
-        """Returns the running backward; the first event of a backward makes it."""
+        """Returns the running backward. The first event of a backward begins it."""
         return self._backward or self.run_backward(Backward())
 
     def run_backward(self, backward: Backward) -> Backward:
-        """``backward`` begins; returns it."""
+        """Begin ``backward``, and return it."""
         if self._in_stage_of_torch:
             check_is_whole(self.units)
         self.reductions.begin_backward(inputs_only=self.inputs_only)
         for unit in self.units:
-            # Parameters may have been frozen and thawed since forward, for the forward of a
-            # reference model.
+            # The user may have frozen and thawed parameters since this forward, to run the forward
+            # of a reference model.
             unit.follow_requires_grad_in_backward()
         self._backward = backward
         self.schedule.backward_begins()
         if backward.is_recorded:
             self.schedule.record.begin_backward()
-            # Ends calls that autograd leaves open: parameters or inputs without a gradient.
+            # This also ends calls whose parameters or inputs get no gradient.
             when_autograd_ends(self.end_backward)
         return backward
 
     def end_backward(self) -> None:
-        """Autograd has finished this backward."""
+        """End the running backward, when autograd has finished it."""
         backward = self._backward
         assert backward is not None
         if self._in_slices:
@@ -436,14 +452,16 @@ class Scheduler:
             self._finish_backward()
 
     def _finish_backward(self) -> None:
-        """No backward runs any more, and its reductions are submitted."""
+        """Run the checks and the users' hooks at the end of the outermost backward, whose
+        reductions are submitted."""
         self._memory.end_backward(step_is_over=self.reductions.are_final)
         self._watch.check(ranks_differ=self.ranks_differ)
         self.reductions.run_hooks()
 
     def _forget_uncounted(self, backward: Backward) -> None:
-        """Subtract the calls that ran again. If some did, the others are those of another
-        microbatch, whose forward preceded this backward. If none did, they were an evaluation's."""
+        """Subtract the calls that were repeated in ``backward`` from the uncounted calls of each
+        unit. If some were repeated, the others belong to another microbatch, whose forward preceded
+        this backward. If none was, all belong to an evaluation, and are dropped."""
         for index in list(self._uncounted):
             num_run_again = backward.num_run_again[index]
             self._uncounted[index] -= num_run_again
@@ -457,13 +475,13 @@ class Scheduler:
 
     @property
     def phase(self) -> str:
-        """What the program does, in messages: "forward", "backward", else "step"."""
+        """The current activity, for messages: "forward", "backward", or otherwise "step"."""
         if self._backward is not None:
             return "backward"
         return "forward" if self._forward is not None else "step"
 
     def reset(self) -> None:
-        """Drop the running forward and backward; communication must be over."""
+        """Drop the running forward and backward. Communication must have ended."""
         self._forward = self._backward = None
         self._uncounted.clear()
         self.schedule.reset()

@@ -1,20 +1,21 @@
-"""One small all-reduce per step: parameters used, order of units.
+"""The message of a step: a small all-reduce of the used parameters and the order of units.
 
 [Note: Who got a gradient]
-A parameter that got no gradient on any rank must keep ``.grad`` None, or weight decay would move
-it; one that got a gradient elsewhere must get the sum. Each rank sends a byte for every parameter,
-and the elementwise maximum says which parameters were used. The message is started after the last
-reduction. Its result is read only by a rank that misses a gradient or has seen a new order; others
-never wait for it.
+If a parameter got no gradient on any rank, its ``.grad`` must stay None, because weight decay would
+otherwise change the parameter. If it got a gradient on any rank, all ranks must get the sum. Each
+rank sends one byte for each parameter, and the elementwise maximum shows which parameters were
+used. The message is started after the last reduction. Only ranks on which a gradient is missing, or
+which have recorded a new order, read its result; other ranks do not wait for it before publishing.
 
-The host needs the answer before the optimizer looks at ``.grad``, and another rank's host has it
-when that one's backward is issued. On an accelerator the message has a stream and a communicator
-of its own, which wait for no kernel of the model and no operation of the lanes. So a host that
-reads it waits for the other hosts, and not for its device.
+The host needs the result before the optimizer reads ``.grad``. The host of another rank can send
+its bytes as soon as it has issued its backward. On an accelerator the message therefore has its own
+stream and communicator, which do not wait for kernels of the model or operations of the lanes. So a
+host that reads the result waits for other hosts, but not for its device.
 
-The message of all ranks also carries a digest of the order of units that the rank has seen (and its
-complement: if maximum and complement still add up, all digests are equal). Ranks that share other
-parameters (experts) have a message of their own.
+The message between all ranks also contains a digest of the order of units that the rank has
+recorded, and the complement of the digest. All digests are equal if the maximum of the digests and
+the maximum of the complements are still complements. Ranks that share other parameters (experts)
+have another message.
 """
 
 from __future__ import annotations
@@ -39,10 +40,13 @@ _WHAT = "the message of the step"
 
 @dataclass
 class _Part:
-    """One group's message: whose gradients it is about, and its result to be.
+    """The message of one group.
 
     Attributes:
-        buffers: with their numbers among all.
+        group: The group.
+        buffers: The buffers whose parameters the message is about, each with its number.
+        result: The tensor that receives the result.
+        work: The work of the all-reduce; None: there is none, or it was waited for.
     """
 
     group: ProcessGroup
@@ -53,12 +57,13 @@ class _Part:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks know after a message.
+    """The result of a step's message.
 
     Attributes:
-        used: For each parameter of each buffer, whether any rank had a gradient, as far as a
-            message was read; otherwise whether this rank had one.
-        same_order: all ranks have seen the order that this one has.
+        used: For each buffer and each of its parameters, whether any rank had a gradient. (If the
+            message was not read, this rank had a gradient of each parameter.)
+        same_order: Whether all ranks have recorded the same order of units. False if the message
+            was not read.
     """
 
     used: Sequence[Sequence[Any]]
@@ -66,15 +71,15 @@ class Verdict:
 
 
 class StepMessage:
-    """See the module docstring.
+    """Sends and reads the message of each step. See the module docstring.
 
     Args:
-        buffers: the trainable buffers, in one order on all ranks.
+        buffers: The trainable buffers, in an order that is equal on all ranks.
         group: The group of messages between all ranks; None for one rank.
         device: The device of the messages.
 
     Attributes:
-        num_started: steps whose message was sent.
+        num_started: Number of steps whose message was started.
     """
 
     def __init__(
@@ -95,7 +100,7 @@ class StepMessage:
         self._parts = list(parts.values())
 
     def start(self, order: Sequence[int]) -> None:
-        """Send what this rank knows; ``order`` is the order of units that it has seen."""
+        """Start the message of a step. ``order``: the order of units that this rank recorded."""
         self.num_started += 1
         for part in self._parts:
             flags = bytearray()
@@ -109,14 +114,18 @@ class StepMessage:
                 part.work = collectives.start_all_reduce(part.result, part.group, "max")
 
     def read(self, has_new_order: bool) -> Verdict:
-        """What all ranks know, as far as this one needs to know it."""
+        """Returns the result of the message. It is waited for only if this rank needs it.
+
+        Args:
+            has_new_order: This rank has recorded an order of units that is not yet canonical.
+        """
         used: list[Sequence[Any]] = [buffer.published.used for buffer in self._buffers]
         same_order = False
         for part in self._parts:
             is_main = part.group is self._group
             missing = not all(all(used[number]) for number, _ in part.buffers)
             if not (missing or (is_main and has_new_order)):
-                continue  # the work is waited for before the next message
+                continue  # finish() waits for the work before the next message
             with naming(_WHAT, part.group), self._stream.entered():
                 part.work.wait()
                 assert part.result is not None
@@ -142,6 +151,6 @@ class StepMessage:
                 part.work = None
 
     def forget(self) -> None:
-        """Drop pending messages; communication must be over."""
+        """Drop pending messages. Communication must have ended."""
         for part in self._parts:
             part.work = part.result = None

@@ -1,14 +1,14 @@
-"""A unit: a set of modules and the buffers of their parameters, gathered, reduced and freed as one.
+"""A unit: a set of modules and the buffers of their parameters, which are gathered, reduced and
+freed together.
 
     SHARDED --gather--> GATHERING --wait--> FULL --release--> SHARDED
                             ^                 |
                             +--gather again---+   (main weights have changed)
 
-A unit whose parameters are not sharded is never SHARDED. Forwards and backwards that compute with
-the full parameters are counted in ``unit.uses``: from the moment that one of the unit's modules is
-called until the call returns, and again through the backward of that call. Each use has a phase,
-which matters to units of other classes (``Weights.unit_class``): here forward and backward read the
-same bytes.
+A unit whose parameters are not sharded is never SHARDED. ``unit.uses`` counts the forwards and
+backwards that compute with the full parameters: each call of one of the unit's modules until it
+returns, and the backward of each call. A use has a phase, forward or backward. Both read the same
+bytes here; other classes of units (``Weights.unit_class``) distinguish them.
 """
 
 from __future__ import annotations
@@ -30,39 +30,41 @@ from fsdp_engine.runtime.parameter_watch import UnitWatch
 from fsdp_engine.units.installing import Installation
 from fsdp_engine.units.plan import PlannedUnit, label_of
 
-# What a use reads weights for. BOTH: a unit whose forward is repeated within its own backward.
+# The phase of a use. BOTH: the forward of a unit is repeated within its own backward.
 FORWARD, BACKWARD = 1, 2
 BOTH = FORWARD | BACKWARD
 
 
 class Numbered(Protocol):
-    """A unit, as far as the options of other units refer to it."""
+    """The properties of a unit that the options of other units need."""
 
     @property
     def index(self) -> int:
-        """Its number among the units of its engine."""
+        """The number of the unit in its engine."""
         ...
 
     @property
     def reshards(self) -> bool:
-        """Whether its parameters are sharded between uses."""
+        """Whether the unit's parameters are sharded between uses."""
         ...
 
 
 @dataclass
 class UnitOptions:
-    """Options of one unit, as FSDP2's calls and ``engine.units[i].options`` set them. They are read
-    at each use, so they can change between forwards and backwards; they must be equal on all ranks.
+    """Options of one unit, which ``engine.units[i].options`` and methods of FSDP2 set. They are
+    read at each use, so they can be changed between forwards and backwards. They must be equal on
+    all ranks.
 
     Attributes:
-        keeps_after_forward: full parameters are kept until the unit's backward is over.
-        keeps_after_backward: full parameters are kept until the next forward is over.
-        syncs: a backward that can be the step's last one reduces gradients along all axes.
-            False: as within ``no_sync``.
-        gathers_in_backward: backward reads the unit's weights, unless they are known to be unread.
-        prefetch_in_forward: units to prefetch when a forward enters this one. None: the next ones
+        keeps_after_forward: Keep full parameters until the unit's backward has ended.
+        keeps_after_backward: Keep full parameters until the next forward has ended.
+        syncs: The last backward of a step reduces the unit's gradients along all axes. False: the
+            unit's gradients are only accumulated, as within ``no_sync``.
+        gathers_in_backward: Gather the unit for backward, unless its backward reads no weights.
+        prefetch_in_forward: Units to prefetch when a forward enters this unit. None: the next units
             of the recorded order.
-        prefetch_in_backward: the same for backward.
+        prefetch_in_backward: Units to prefetch when a backward enters this unit. None: the next
+            units of the recorded order.
     """
 
     keeps_after_forward: bool = False
@@ -81,8 +83,8 @@ class Kept(enum.Enum):
 
 
 class State(enum.IntEnum):
-    """Whether the full parameters of a unit are there. Numbers are hashed faster than members of
-    other enums."""
+    """The state of a unit's full parameters. An IntEnum, because its members are hashed faster than
+    those of other enums."""
 
     SHARDED = 0
     GATHERING = 1
@@ -100,31 +102,34 @@ TRANSITIONS = frozenset(
 
 
 class CallSchedule(Protocol):
-    """The schedule by which a forward was gathered: a :class:`~.schedule.Schedule`."""
+    """The :class:`~.schedule.Schedule` with which the units of a forward were gathered."""
 
     def check_backward(self, call: Call, schedule: Any) -> None:
-        """See the class."""
+        """See :meth:`.Schedule.check_backward`."""
         ...
 
 
 class Call:
     """One forward of a unit whose output takes part in autograd.
 
-    Only autograd's hooks refer to it: it is collected with its graph, and is then no longer
-    pending.
+    Only hooks of autograd refer to this object. It is collected together with the graph of the
+    forward, and is then no longer pending.
 
     Attributes:
-        reads_weights: its backward needs the unit's full parameters.
-        is_recorded: its use is part of the recorded order. False: a one-off use.
-        microbatch: the microbatch that it belongs to; None: any backward can reach it.
-        has_boundary: an input needs a gradient, so the end of this call's backward is observed.
-        input_changed: an input was changed in place, so its gradient is not observed: this call's
-            backward ends with the whole backward.
-        is_pending: its backward is to come, or runs.
-        follows_another: when it was made, another call of the unit was pending.
-        schedule: by which its forward was gathered.
-        outer_run: the run of autograd within which its forward ran, if the engine computed in it
-            before; else None. See [Note: Nested backwards] in ``scheduler.py``.
+        unit: The unit.
+        reads_weights: Whether its backward needs the unit's full parameters.
+        is_recorded: Whether its use is part of the recorded order. False: a one-off use.
+        microbatch: The microbatch that the call belongs to; None: any backward can reach it.
+        has_boundary: Whether an input requires grad, so that the end of the call's backward is
+            observed.
+        input_changed: Whether an input was changed in place. Its gradient is then not observed, and
+            the backward of this call ends with the complete backward.
+        is_pending: Whether the backward of the call is expected or running.
+        follows_another: Whether another call of the unit was pending when this one was created.
+        schedule: The schedule with which the forward was gathered.
+        outer_run: The run of autograd within which the forward ran, if the engine computed in it
+            before; else None. See [Note: Nested backwards] in
+            ``extensions/nested_backwards/scheduler.py``.
     """
 
     __slots__ = (
@@ -174,7 +179,7 @@ class Call:
             pending[self.microbatch] = before + 1
 
     def finish(self) -> None:
-        """Its backward is over, or cannot come: it is no longer pending."""
+        """Count the call as no longer pending: its backward has ended, or can no longer run."""
         if self.is_pending:
             self.is_pending = False
             if not self.is_recorded:
@@ -191,39 +196,40 @@ class Call:
 
 
 class Unit:
-    """See the module docstring.
+    """A set of modules and the buffers of their parameters. See the module docstring.
 
     Args:
-        planned: The description of the unit.
-        buffers: its parameters, by kind; the modules hold the sharded ones.
-        policy: what their dtypes follow from.
-        output_dtype: what its modules return is cast to it; None: left alone.
+        planned: The plan of the unit.
+        buffers: The buffers of the unit's parameters. The modules hold the sharded parameters.
+        policy: The policy from which the dtypes of the buffers were resolved.
+        output_dtype: The dtype to which floating-point outputs of the modules are cast; None: no
+            cast.
         lanes: The lanes of the engine.
 
     Attributes:
-        name: fully qualified names of its modules; "" for the root.
-        modules: whose forwards need its full parameters.
-        loose: see :class:`~fsdp_engine.units.plan.PlannedUnit`.
-        label: its name in messages.
-        buffers, policy, output_dtype: see the arguments.
-        trainable: its buffers that have gradients.
-        num_elements: elements of its buffers, padding included.
-        reshards: whether its parameters are sharded between uses.
-        needs_refresh: whether a change of main weights has to be sent or cast before use.
-        repeated_phase: what a use reads in which the unit's forward is repeated for its backward:
-            FORWARD if its backward gathers other bytes.
-        unknown_phase: what a use of another rank reads, whose phase this rank does not know.
-        index: its number among the units of its engine, which sets it.
-        options: set by users.
-        state: Whether its full parameters are there.
-        uses: forwards and backwards that compute with the full parameters.
-        pending_calls: number of calls whose backward is to come and whose graph is alive, by
-            microbatch; one-off uses are in ``num_unrecorded``.
-        num_unrecorded: number of such calls that are one-off uses.
-        num_calls: number of calls whose graph is alive, also of those whose backward has run.
-        num_late: weight gradients that modules postponed in this backward.
-        kept: reasons not to free the full parameters.
-        watch: sees full parameters before and after modules compute with them.
+        name: Fully qualified names of the modules; "" for the root.
+        modules: The modules whose forwards read the full parameters.
+        loose: See :class:`~fsdp_engine.units.plan.PlannedUnit`.
+        label: The name of the unit in messages.
+        buffers, policy, output_dtype: See the arguments.
+        trainable: The buffers that have gradients.
+        num_elements: Number of elements of all buffers, including padding.
+        reshards: Whether parameters are sharded between uses.
+        needs_refresh: Whether changed main weights must be sent or cast before the next use.
+        repeated_phase: The phase of a use in which the unit's forward is repeated for its backward:
+            BOTH, or FORWARD if its backward gathers other bytes.
+        unknown_phase: The phase of a use by another rank, if this rank does not know the phase.
+        index: The number of the unit, which the engine sets.
+        options: The options of the unit, which users may change.
+        state: The state of the full parameters.
+        uses: Number of running forwards and backwards that compute with the full parameters.
+        pending_calls: For each microbatch, the number of calls whose backward is expected or
+            running and whose graph is alive, without one-off uses.
+        num_unrecorded: Number of such calls that are one-off uses.
+        num_calls: Number of calls whose graph is alive, including those whose backward has run.
+        num_late: Number of weight gradients that modules have postponed in this backward.
+        kept: The reasons for which full parameters are not freed.
+        watch: The object that is called before and after modules compute with full parameters.
     """
 
     repeated_phase = BOTH
@@ -244,7 +250,7 @@ class Unit:
         self.buffers = buffers
         self.policy = policy
         self.output_dtype = output_dtype
-        # Fixed: other dtypes change none of them.
+        # These attributes are constant. A change of dtypes does not change them.
         self.trainable = [buffer for buffer in buffers if buffer.grads is not None]
         self.num_elements = sum(buffer.layout.numel for buffer in buffers)
         self.reshards = any(buffer.weights.reshards for buffer in buffers)
@@ -252,7 +258,7 @@ class Unit:
         self.index = -1
         self.options = UnitOptions()
         self.state = State.SHARDED if self.reshards else State.FULL
-        self._tickets: list[Ticket] = []  # of the gather in flight
+        self._tickets: list[Ticket] = []  # the tickets of the gather in flight
         self.uses = 0
         self.pending_calls: dict[Hashable | None, int] = {}
         self.num_unrecorded = 0
@@ -264,57 +270,58 @@ class Unit:
         self._installation = Installation(buffers, self.label)
 
     def rename(self, name: str) -> None:
-        """Its modules are known by other names from now on."""
+        """Change the names of the unit's modules in messages."""
         self.name = name
         self.label = label_of(name)
 
     @property
     def num_staged(self) -> int:
-        """Elements of staging buffers that its gradients are written into."""
+        """Number of elements of the staging buffers of the unit's gradients."""
         return sum(b.grads.num_staged_elements for b in self.trainable if b.grads is not None)
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """Floating-point inputs of its modules are cast to it; None: left alone."""
-        # Modules beside blocks get inputs that the model's forward has computed.
+        """The dtype to which floating-point inputs of the modules are cast; None: no cast."""
+        # Inputs of modules beside blocks are not cast: the model's forward computed them.
         casts = self.policy.cast_forward_inputs and len(set(self.loose)) < len(self.modules)
         return self.policy.param_dtype if casts else None
 
     @property
     def is_current(self) -> bool:
-        """Whether full parameters, where they exist, equal the main weights."""
+        """Whether full parameters, if there are any, are up to date with the main weights."""
         return all(buffer.weights.is_current for buffer in self.buffers)
 
     def needs_gather(self, phase: int) -> bool:
-        """Whether parameters must be gathered or cast before the modules can compute.
+        """Returns whether parameters must be gathered or cast before the modules can compute.
 
         Args:
-            phase: what the use reads weights for.
+            phase: The phase of the next use.
         """
         if self.state is State.SHARDED:
             return True
         return (self.reshards or self.needs_refresh) and not self.is_current
 
     def record_compute(self) -> Ticket:
-        """Record the work that compute has so far."""
+        """Returns a ticket of all work that compute was given so far."""
         return self._lanes.compute.record()
 
     def gather(self, phase: int, compute_now: Ticket | None = None) -> None:
         """Issue the gather that brings full parameters up to date.
 
         Args:
-            phase: what the next use reads weights for.
-            compute_now: ticket of the work that compute has so far; None: it is recorded here.
+            phase: The phase of the next use.
+            compute_now: A ticket of all work that compute was given so far; None: this method
+                records one.
         """
         is_held = self.state is not State.SHARDED
-        self.wait()  # main weights may have changed since a gather that is in flight
+        self.wait()  # main weights may have changed since a gather in flight was issued
         self._move(State.GATHERING)
         for buffer in self.buffers:
             self._tickets += buffer.weights.gather(compute_now, is_held=is_held)
 
     def gather_again(self) -> None:
-        """Gather full parameters that this rank has once more, because another rank needs them;
-        they get the values of the main weights."""
+        """Gather full parameters that this rank already has, because another rank needs them. They
+        get the values of the main weights. Waits for the gather."""
         self.wait()
         self._move(State.GATHERING)
         for buffer in self.buffers:
@@ -322,11 +329,11 @@ class Unit:
         self.wait()
 
     def keep_for(self, phase: int) -> None:
-        """The unit is unsharded, and its next use is one of ``phase``: provide the bytes that this
-        use reads."""
+        """Keep full parameters for a next use of ``phase``. A subclass whose phases read different
+        bytes provides those of ``phase``."""
 
     def wait(self) -> None:
-        """Let compute wait for the gather in flight, if there is one."""
+        """Make compute wait for the gather in flight, if there is one."""
         if self.state is State.GATHERING:
             self._move(State.FULL)
             tickets, self._tickets = self._tickets, []
@@ -341,31 +348,32 @@ class Unit:
         self.state = state
 
     def enter(self) -> None:
-        """A module starts to compute with the full parameters."""
+        """Begin a use: a module starts to compute with the full parameters."""
         assert self.state is not State.SHARDED, f"{self.label} is entered while it is sharded"
         self.uses += 1
 
     def leave(self) -> bool:
-        """One forward or backward is over; returns whether it was the last one that runs."""
+        """End a use: a forward or backward has ended. Returns whether no other use is running."""
         assert self.uses > 0, f"{self.label} is left more often than entered"
         self.uses -= 1
         return not self.uses
 
     def keep_recorded(self) -> None:
-        """A backward with ``create_graph`` reads the unit: keep it unsharded until
-        :meth:`free_recorded`."""
+        """Keep the unit unsharded until :meth:`free_recorded`, because a backward with
+        ``create_graph`` records functions that read its weights."""
         self.kept.add(Kept.RECORDED)
 
     def free_recorded(self) -> None:
-        """No recorded function of the unit will run again."""
+        """Allow to free the unit, because no function that was recorded with ``create_graph`` will
+        run again."""
         self.kept.discard(Kept.RECORDED)
 
     def keep_unseen(self, found: str, remedy: str) -> None:
-        """The start of the unit's backward cannot be observed: keep it unsharded.
+        """Keep the unit unsharded, because the start of its backward cannot be observed, and warn.
 
         Args:
-            found: the expected and the found tensors, for the message.
-            remedy: the advice in the message.
+            found: The expected and the found tensors, for the message.
+            remedy: The advice in the message.
         """
         if not self.reshards or Kept.UNSEEN in self.kept or not self.num_elements:
             return
@@ -379,15 +387,16 @@ class Unit:
         self.kept.add(Kept.UNSEEN)
 
     def check_unseen(self, message: str, remedy: str) -> None:
-        """Check that the unit can be kept unsharded because the start of its backward cannot be
+        """Check that the unit can be kept unsharded if the start of its backward cannot be
         observed.
 
         Raises:
-            RuntimeError: it cannot. The error has ``message``, the reason and ``remedy``.
+            RuntimeError: The unit cannot be kept unsharded (in a subclass). The error contains
+                ``message``, the reason and ``remedy``.
         """
 
     def start(self, scheduler: Any) -> None:
-        """The engine is built, whose ``scheduler`` is given."""
+        """Called when the engine, which has the given ``scheduler``, is built."""
 
     def release(self) -> None:
         """Free the full parameters, unless they are not sharded or have to be kept."""
@@ -402,7 +411,7 @@ class Unit:
             buffer.weights.release()
 
     def end_backward(self) -> None:
-        """No backward that runs has a use for the full parameters."""
+        """Free the full parameters after backward, unless the options keep them."""
         if self.options.keeps_after_backward:
             self.uninstall()
         else:
@@ -412,7 +421,7 @@ class Unit:
         """Copy ``requires_grad`` of the sharded parameters to the full ones.
 
         Raises:
-            RuntimeError: a parameter requires grad that was frozen at ``shard``.
+            RuntimeError: A parameter that was frozen at ``shard`` requires grad now.
         """
         for buffer in self.buffers:
             if buffer.grads is not None:
@@ -431,8 +440,8 @@ class Unit:
                 )
 
     def follow_requires_grad_in_backward(self) -> None:
-        """Copy ``requires_grad`` as users changed it since forward: autograd accumulates into a
-        leaf only if the leaf requires grad at that moment."""
+        """Copy ``requires_grad`` if users have changed it since forward. Autograd accumulates into
+        a leaf only if the leaf requires grad at that moment."""
         for buffer in self.trainable:
             buffer.follow_requires_grad()
 
@@ -441,29 +450,30 @@ class Unit:
         self._installation.check_not_swapped()
 
     def install(self) -> None:
-        """Put the full parameters into the modules, which read them from here on."""
+        """Install the full parameters in the modules, which read them from now on."""
         self.wait()
         for buffer in self.buffers:
             buffer.weights.note_access()
-        # In backward, too: checkpoints within the unit run parts of its forward again.
+        # This is also needed in backward: checkpoints within the unit repeat parts of its forward.
         if not self._installation.is_full:
             self.watch.begin()
             self._installation.install()
 
     def uninstall(self) -> None:
-        """Put the sharded parameters back, unless gradients of the full ones are yet to come."""
+        """Install the sharded parameters in the modules, unless postponed gradients of the full
+        parameters are missing."""
         if self._installation.is_full:
-            self.watch.end()  # while gradients are late, full parameters may be freed before them
+            self.watch.end()  # called now, as full parameters may be freed before late gradients
             if not self.num_late:
                 self._installation.uninstall()
 
     def awaits_backward(self, microbatch: Hashable | None) -> bool:
-        """Whether more gradients may come: of forwards, of reads outside of them, of recorded
-        functions.
+        """Returns whether more gradients of the unit may arrive in the running backward: from
+        calls, from reads outside of calls, or from functions recorded with ``create_graph``.
 
         Args:
-            microbatch: The microbatch of the running backward; others have backwards of their own.
-                None: any.
+            microbatch: The microbatch of the running backward. Calls of other microbatches have
+                other backwards. None: the backward can reach all calls.
         """
         pending = self.pending_calls
         if pending and (microbatch is None or microbatch in pending or None in pending):
@@ -471,13 +481,13 @@ class Unit:
         if self.kept and Kept.RECORDED in self.kept:
             return True
         if self.num_unrecorded and self.misses_gradients:
-            return True  # the model's forward can have read parameters that calls did not
+            return True  # the model's forward may have read parameters that no call has read
         return any(buffer.reads.num_pending_reads for buffer in self.trainable)
 
     @property
     def misses_gradients(self) -> bool:
-        """Whether gradients of some parameters have not come in this backward, or have come and are
-        reduced."""
+        """Whether gradients of some parameters have not been written in this backward. Also true
+        if their reduction is already submitted."""
         for buffer in self.trainable:
             assert buffer.grads is not None
             writer = buffer.grads.writer
@@ -486,7 +496,7 @@ class Unit:
         return False
 
     def reset(self) -> None:
-        """Drop all state but parameters and options; communication must be over."""
+        """Drop all state except parameters and options. Communication must have ended."""
         self.uses = self.num_unrecorded = self.num_late = 0
         self.pending_calls.clear()
         self.kept.clear()
@@ -508,7 +518,7 @@ def make_unit(
     output_dtype: torch.dtype | None,
     lanes: Lanes,
 ) -> Unit:
-    """Returns a unit, of the class that its weights have. See :class:`Unit`."""
+    """Returns a unit. Its class is the ``unit_class`` of its weights, by default :class:`Unit`."""
     kinds: list[type[Unit]] = [each.weights.unit_class or Unit for each in buffers]
     kind = next((each for each in kinds if each is not Unit), Unit)
     return kind(planned, buffers, policy, output_dtype, lanes)

@@ -74,8 +74,8 @@ class Axis(enum.Enum):
 class Traffic:
     """Elements that one rank sends along one axis, per element of a buffer.
 
-    Bytes are such a factor times the buffer's elements with padding times the bytes of an element
-    that is sent.
+    The number of bytes is this factor times the buffer's elements, including padding, times the
+    bytes per element sent.
 
     Attributes:
         params_per_step: Weights, once per optimizer step.
@@ -102,11 +102,11 @@ class Level:
         return self.value >= role
 
     def fraction(self, role: Role, size: int) -> float:
-        """Returns the fraction of ``role`` that a rank holds between uses, of ``size`` ranks."""
+        """Returns the fraction of ``role`` that one of ``size`` ranks holds between uses."""
         return 1.0 / size if self.shards(role) else 1.0
 
     def traffic(self, size: int) -> Traffic:
-        """Returns the traffic along an axis of ``size`` ranks; formulas: module docstring."""
+        """Returns the traffic along an axis of ``size`` ranks: see the module docstring."""
         raise NotImplementedError
 
 

@@ -36,7 +36,7 @@ LEVELS: dict[str, Level] = {
     level.name: level for level in (NO_SHARD, OPTIM, OPTIM_GRADS, OPTIM_GRADS_PARAMS)
 }
 
-# The axis along which depth d + 1 shards the range of depth d.
+# The axis along which a range of depth d is sharded into ranges of depth d + 1, by d.
 AXIS_BELOW_DEPTH = (Axis.INNER, Axis.OUTER)
 
 
@@ -83,7 +83,7 @@ class Strategy:
     def on(self, outer_size: int) -> Strategy:
         """Returns the strategy for an outer axis of ``outer_size`` ranks.
 
-        The outer level of an axis of one rank is ``no_shard``.
+        For a single rank, the outer level is ``no_shard``.
         """
         return self if outer_size > 1 else Strategy(self.inner, NO_SHARD)
 

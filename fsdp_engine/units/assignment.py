@@ -7,11 +7,11 @@ parameter, or a parameter of a module that two blocks share, it is the unit that
 places, or else the root. Each parameter is therefore in exactly one unit, however units nest.
 
 [Note: Default units]
-Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. The modules before
-the blocks, between them and after them (embeddings; final norm and head) form one unit for each
-such run in module order. The root therefore keeps only parameters that its own forward reads:
-parameters of modules that contain blocks, and parameters that tie a block to another module. Runs
-that share a tied parameter (an embedding and a head) form one unit.
+Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. Each run of
+consecutive modules before, between or after the blocks (embeddings; final norm and head) is one
+unit. The root therefore owns only parameters that its own forward reads: parameters of modules that
+contain blocks, and parameters that tie a block to another module. Runs that share a tied parameter
+(an embedding and a head) form one unit.
 
     embedding, positions | block 0 | block 1 | .. | block n | norm, head          not tied
     embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
@@ -40,10 +40,10 @@ less than 1 M elements, or by less than 2 M if a small remainder has joined it.
 Units are joined in module order: the units that follow a small one are joined with it until the sum
 is large enough, whatever the size of the last one.
 
-Parameters outside of units are split into *buckets*. The tensor that reaches the size is the last
-of a bucket, so buckets have at least that size, and no tensor is split. Worked example, sizes 5, 5,
-8, 2 and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4); with ``num_buckets=2``, for 24
-elements in all, they are (5, 5, 8) and (2, 4).
+Parameters outside of units are split into *buckets*. A bucket ends with the tensor with which it
+reaches the given size, so no tensor is split, and only the last bucket may be smaller. Worked
+example, sizes 5, 5, 8, 2 and 4: with ``size=10`` the buckets are (5, 5), (8, 2), (4); with
+``num_buckets=2``, for 24 elements in all, they are (5, 5, 8) and (2, 4).
 """
 
 from __future__ import annotations
@@ -64,7 +64,10 @@ from fsdp_engine.patterns import compile_pattern, joined_names
 
 
 def split_by_size(sizes: Sequence[int], size: int) -> list[range]:
-    """Returns the positions in each bucket. All buckets but the last hold at least ``size``."""
+    """Returns the positions of the tensors in each bucket, for buckets of at least ``size``.
+
+    Only the last bucket may be smaller.
+    """
     buckets: list[range] = []
     start = held = 0
     for position, numel in enumerate(sizes):
@@ -78,9 +81,10 @@ def split_by_size(sizes: Sequence[int], size: int) -> list[range]:
 
 
 def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
-    """Returns the positions in each of ``num_buckets`` buckets, or fewer if tensors are too few.
+    """Returns the positions of the tensors in each of ``num_buckets`` buckets.
 
-    The tensor that reaches an equal share of the remaining elements is the last of a bucket.
+    A bucket ends with the tensor with which it reaches an equal share of the remaining elements.
+    There are fewer buckets if there are too few tensors.
     """
     buckets: list[range] = []
     start = held = 0
@@ -97,9 +101,9 @@ def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
 
 
 def bucket_multiple(num_ranks: int, *, padded: bool) -> int:
-    """Returns the number of elements to whose multiple a bucket is padded.
+    """Returns the number of which the size of a bucket is a multiple, in elements.
 
-    This is the least common multiple of the number of ranks and 128, so that shards are equal and
+    It is the least common multiple of the number of ranks and 128, so that shards are equal and
     every rank's transfers are aligned. With ``padded`` it is 2^16 for each rank, for which NCCL's
     rings are fastest. Both are Megatron-Core's rules.
     """
@@ -343,8 +347,8 @@ class Expected:
     def num_gathers(self, unit: int) -> int:
         """Returns how often a unit with sharded parameters is gathered in a microbatch.
 
-        The unit stays full from one use to the next if, between them, only units are used that
-        contain it or that it contains.
+        The unit stays full between two uses if only units that contain it, or that it contains, are
+        used between them.
         """
         count, is_full = 0, False
         for used in (*self.forward, *self.backward):
@@ -472,7 +476,7 @@ def _pieces(
 def _tied_together(
     runs: Sequence[dict[str, nn.Module]], records: Sequence[ParamRecord]
 ) -> list[dict[str, nn.Module]]:
-    """Returns ``runs``, with those joined that share a tied parameter."""
+    """Join the runs that share a tied parameter, and return all runs."""
     runs_of: dict[int, set[int]] = {}  # a module has several entries if runs share it
     for number, run in enumerate(runs):
         for module in run.values():
@@ -571,7 +575,7 @@ def join_small(
 def split_by_least(sizes: Sequence[int], least: int) -> list[range]:
     """Returns the positions of each run. A run ends with the size with which it reaches ``least``.
 
-    A remainder at the end that is smaller joins the run before it.
+    A smaller remainder at the end joins the previous run.
     """
     runs = split_by_size(sizes, least)
     if len(runs) > 1 and sum(sizes[place] for place in runs[-1]) < least:

@@ -84,7 +84,7 @@ class EngineSetup:
 
     Attributes:
         model: The user's module, unsharded.
-        units: The argument of :func:`~fsdp_engine.sharding.shard`.
+        units: The argument ``units`` of :func:`~fsdp_engine.sharding.shard`.
         settings: The options, axes and extensions that the plan follows.
         plan: The units and buffers to build.
         data: All data-parallel ranks.
@@ -180,8 +180,8 @@ class Resources:
 
 
 SAME = "same"
-# Only for interfaces other than fe.shard: parameters are broadcast from the first rank, without a
-# comparison of values.
+# A choice of interfaces other than fe.shard: parameters are broadcast from the first rank, and
+# values are not compared.
 FIRST_PARAMETERS = "rank0 parameters"
 
 
@@ -237,7 +237,7 @@ class InitialValues:
         """Set the values of the parameters of unit ``index`` before it is built."""
 
     def finish(self, model: nn.Module, communicators: EngineCommunicators, num_units: int) -> None:
-        """Move the buffers of modules to the device, with values. All units have been built."""
+        """Set the values of buffers, and move them to the device, after all units are built."""
         device = communicators.data.mesh.device
         # Each entry holds the old tensor, so that its id, the key, stays unique.
         moved: dict[int, tuple[Tensor, Tensor]] = {}
@@ -248,7 +248,7 @@ class InitialValues:
                     module._buffers[name] = moved[id(buffer)][1]
 
     def started(self, engine: Any) -> None:
-        """Do what needs the engine of the model. Called when the engine has been made."""
+        """Receive the engine of the model, when it has been made."""
 
 
 def agree_on_plan(
@@ -392,7 +392,7 @@ def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
     for rank, other in enumerate(all_signatures):
         if other == first:
             continue
-        # The lines that only one rank has; if only their order differs, the first such line.
+        # The error names a line that only one rank has, or else the first line in another order.
         known, known_there = set(first), set(other)
         mine = [line for line in first if line not in known_there]
         theirs = [line for line in other if line not in known]

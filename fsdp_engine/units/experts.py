@@ -18,7 +18,7 @@ from fsdp_engine.units.plan import is_expert
 def place_experts(
     model: nn.Module, records: Sequence[ParamRecord], data: DataMesh, experts: DataMesh
 ) -> None:
-    """Record for each expert parameter to which expert of all ranks it belongs. Collective.
+    """Record the global index of each expert that owns a parameter. Collective.
 
     Args:
         model: The model, not yet sharded.
@@ -50,7 +50,8 @@ def place_experts(
 def _layers(model: nn.Module) -> dict[str, int]:
     """Returns the outermost modules that hold only experts.
 
-    Keys are their names followed by a dot; values the number of members with a number as name.
+    Keys are their names with a trailing dot. A value is the number of members whose names are
+    numbers.
     """
     found: dict[str, int] = {}
     for name, module in model.named_modules():

@@ -23,7 +23,7 @@ def list_flat_weights(module: nn.RNNBase) -> None:
     weights = [getattr(module, name, None) for name in module._flat_weights_names]
     # The list is changed in place because the entries of an Installation refer to it.
     module._flat_weights[:] = weights
-    # With these references its forward detects weights that are not in the list.
+    # With these references the module's forward detects weights that are not in the list.
     module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in weights]
 
 
@@ -70,7 +70,7 @@ def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
 def install_where_complete(
     buffers: Sequence[ParamAndGradBuffer], built: dict[tuple[int, str], Tensor]
 ) -> None:
-    """Install the sharded parameters of a unit that was built in its modules.
+    """Install the sharded parameters of a newly built unit in its modules.
 
     The full parameters are thereby freed, so that only one unit at a time is in memory twice. A
     module with parameters on the meta device, which another unit owns, keeps its full parameters:
@@ -134,8 +134,8 @@ class Installation:
         self.is_full = False
         self._label = label
         entries = _install_table(buffers)
-        # Stored by column, so that one pass in C writes all places: a unit may have thousands of
-        # them, and each is written four times a step.
+        # The table is stored by column, so that one pass in C writes all places: a unit may have
+        # thousands of them, and each is written four times a step.
         self._containers = [container for container, _, _, _ in entries]
         self._keys = [key for _, key, _, _ in entries]
         self._full = [full for _, _, full, _ in entries]

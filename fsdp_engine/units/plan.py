@@ -48,8 +48,9 @@ from fsdp_engine.units.assignment import (
 )
 from fsdp_engine.units.dtensors import set_spreads
 
-# Megatron-Core sums the gradient shards of parameters with these marks over pipeline stages. The
-# shards of such a parameter have equal ranges on all stages only if it has a buffer of its own.
+# Megatron-Core sums the gradient shards of parameters with these marks over ranks that have other
+# layers. The shards have equal ranges on these ranks only if each such parameter has a buffer of
+# its own.
 _MARKS_OF_SHARED = ("shared_embedding", "position_embedding", "pipeline_parallel")
 
 
@@ -236,7 +237,8 @@ def plan_units(
         buffers = plan_buffers(owned[each.name], settings)
         if buffers:
             planned.append(PlannedUnit(each.name, each.modules, buffers, each.loose))
-    # Sorted by the registration of their first parameter, the first guess of the execution order.
+    # Units are sorted by the registration of their first parameter, as a first guess of the order
+    # of execution.
     places = {record.name: place for place, record in enumerate(records)}
     planned.sort(
         key=lambda unit: min(places[r.name] for each in unit.buffers for r in each.records)

@@ -276,8 +276,8 @@ class _Unreplicated:
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
-            "DistributedDataParallel: expected a model that is not sharded; found one in the hands "
-            "of an engine, which reduces its gradients. Call the model itself; replicas are the "
+            "DistributedDataParallel: expected a model that is not sharded; found a sharded "
+            "one, which reduces its gradients. Call the model itself; replicas are the "
             'engine\'s, too: strategy="no_shard", or an outer axis (mesh=(2, 4))'
         )
 
@@ -290,7 +290,7 @@ def refuse_replicas(model: nn.Module) -> None:
 
 def _refuse_deepcopy(memo: Any) -> Any:
     raise RuntimeError(
-        "deepcopy: expected a model that is not sharded; found one in the hands of an engine. "
+        "deepcopy: expected a model that is not sharded; found a sharded one. "
         "Copy it before shard(), and shard the copy in the same way (AveragedModel, too); for an "
         "average of the weights use fe.EMA(engine)"
     )
@@ -298,7 +298,7 @@ def _refuse_deepcopy(memo: Any) -> Any:
 
 def _refuse_pickle(protocol: Any) -> Any:
     raise RuntimeError(
-        "copy, pickle: expected a model that is not sharded; found one in the hands of an engine. "
+        "copy, pickle: expected a model that is not sharded; found a sharded one. "
         "Save engine.full_state_dict(), or a checkpoint (fe.save_checkpoint), and load it into "
         "a model that is built anew"
     )
