@@ -171,6 +171,18 @@ def exported_names(module: str) -> list[str]:
     return []
 
 
+def _binds(module: str, name: str) -> bool:
+    """Whether a module defines or imports a name when it is loaded."""
+    for node in _statements(module):
+        if isinstance(node, ast.ImportFrom) and name in {e.asname or e.name for e in node.names}:
+            return True
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return True
+        if isinstance(node, ast.Assign) and name in {ast.unparse(each) for each in node.targets}:
+            return True
+    return False
+
+
 def _statements(module: str) -> list[ast.stmt]:
     return ast.parse(_file_of(module).read_text(encoding="utf-8")).body
 
@@ -228,6 +240,11 @@ def _entries(module: str) -> list[str]:
 
 def _entry(module: str, name: str) -> str:
     """One exported name; otherwise mkdocstrings would document a submodule of the same name."""
+    if module in _NAMES_OF_EXTENSIONS and not _binds(module, name):
+        # It is imported at its first use, from the file that defines it.
+        for path in sorted(_file_of(module).parent.glob("*.py")):
+            if re.search(rf"^(class|def) {name}\b", path.read_text(encoding="utf-8"), re.M):
+                return f"\n::: {module}.{path.stem}.{name}\n"
     if (origin := _foreign_origin(module, name)) is not None:
         return f"\n## {module}.{name}\n\nThe same object as `{origin}.{name}`.\n"
     if not _file_of(f"{module}.{name}").exists():

@@ -165,6 +165,8 @@ def main() -> None:
     else:
         import fsdp_engine as fe
 
+        assert fe.shard  # imports the engine, which is not part of the call
+
         def build() -> Callable[[float], Any]:
             engine = fe.shard(
                 model,

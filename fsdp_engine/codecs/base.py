@@ -155,7 +155,7 @@ class ParamCodec(ABC):
         return param.__dict__
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
-        """Returns the parameter that modules compute with. Called once for each, in order.
+        """Returns the parameter that modules compute with. Called once per parameter, in order.
 
         Args:
             param: The user's parameter. For a codec that ``converted`` has made, it is the

@@ -138,7 +138,7 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
         return ValueError(f"{what} did not complete: {reason}")
     missing, advice = missing_ranks(what, ranks), advice_for(what)
     return RuntimeError(
-        f"{what} did not complete: another rank failed, or never came to it"
+        f"{what} did not complete: another rank failed, or did not begin it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
         f"{advice}{advice and ' '}({error})"
     )

@@ -291,7 +291,7 @@ class _Place:
         where = missing_ranks(self._what, missing)
         return (
             f"{self._what}: expected ranks {_shown(self._ranks)}; ranks {_shown(missing)} did not "
-            f"come in {seconds:.0f} s{where and ': '}{where}"
+            f"call within {seconds:.0f} s{where and ': '}{where}"
         )
 
     def _delete_previous(self) -> None:

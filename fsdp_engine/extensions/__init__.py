@@ -1,1 +1,1 @@
-"""Features beside plain training, a folder each; see ``fsdp_engine/extension_list.py``."""
+"""Optional features of the engine, one per folder; see ``fsdp_engine/extension_list.py``."""

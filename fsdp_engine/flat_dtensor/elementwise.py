@@ -248,8 +248,8 @@ def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run ``copy_`` from the same slice, from a scalar, or from a full tensor.
 
-    The slice of a full tensor is copied. It has to be the same on every rank, or a DTensor, which
-    is gathered first. ``load_state_dict`` can therefore load the state dict of an unsharded model.
+    This rank's slice of a full tensor is copied. The full tensor has to be equal on all ranks, or a
+    DTensor, which is gathered. ``load_state_dict`` can thus load an unsharded model's state dict.
     """
     target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
     if not isinstance(target, cls):

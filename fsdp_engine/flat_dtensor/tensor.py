@@ -194,7 +194,7 @@ class FlatDTensor(DTensor):
         """Returns a replicated DTensor of the full tensor, or this tensor for equal placements.
 
         Raises:
-            ValueError: The mesh or the placements are others, or an option is not None or False.
+            ValueError: The mesh or the placements are not supported, or an option is set.
         """
         mesh, target = device_mesh or self.device_mesh, tuple(placements or ())
         if mesh == self.device_mesh and not any(options.values()):
@@ -357,7 +357,7 @@ class FlatDTensor(DTensor):
         self._whole_at = None if value is None else self._local_tensor._version
 
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Returns a copy in CPU memory; if ``whole`` is not None, a plain tensor with its copy."""
+        """Returns a copy in CPU memory. If ``whole`` is not None, this is a plain copy of it."""
         whole = self.whole
         if whole is not None:
             return whole.detach().cpu().clone(memory_format=memory_format)

@@ -155,8 +155,8 @@ def check_is_whole(units: Sequence[Unit]) -> None:
     if params and not any(_will_run(accumulator_of(param)) for param in params):
         raise RuntimeError(
             "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
-            "and weights at once, since torch's own stage does not announce parts of a backward; found "
-            f"those of inputs alone (a zero-bubble schedule). Use {advice_for('split backward')}"
+            "and weights at once, since torch's own stage does not announce parts of a backward; "
+            f"found those of inputs alone (a zero-bubble schedule). Use {advice_for('split backward')}"
         )
 
 

@@ -149,7 +149,7 @@ def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() in (1, 3):
         store.wait(["over"], timedelta(seconds=LIMIT))
-    with pytest.raises(RuntimeError, match=r"tea: .* ranks \[1, 3\] did not come in \d+ s"):
+    with pytest.raises(RuntimeError, match=r"tea: .* ranks \[1, 3\] did not call within \d+ s"):
         meet("tea", range(4), SOON)
     store.set("over", "")
     # All are at the same number again.

@@ -1,4 +1,4 @@
-"""Activations of blocks are recomputed in backward, or lie on the host until then."""
+"""Activations of blocks: recomputed in backward, or offloaded to host memory until backward."""
 
 from fsdp_engine.extensions.activations.checkpointing import (
     Checkpointing,

@@ -1,22 +1,22 @@
 """Activation checkpointing of units: backward recomputes their forward.
 
-Only the forward method of the instance is replaced: classes, names and hooks, and the arguments of
-hooks, are unchanged, so a model may be sharded before or after. The recomputation runs within the
-unit's backward, in which its full parameters are gathered anyway.
+Only the ``forward`` of each instance is replaced. Classes, names, hooks and the arguments of hooks
+are unchanged, so a model may be sharded before or after. The recomputation runs within the backward
+of the unit, in which its full parameters are gathered anyway.
 
 [Note: Selective checkpointing]
-Contexts of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` are dispatch modes: in
-forward one keeps outputs of the operations that a policy chooses, in the recomputation the other
-returns them. They number operations by kind, so both runs must have the same ones. Hooks of units
-within a block gather, cast and listen in one run and not in the other; they run without these modes
-(``_outside_selection`` in ``runtime/hooks.py``).
+The contexts of ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` are dispatch modes.
+One keeps, in forward, the outputs of the operations that a policy selects; the other returns them
+in the recomputation. They number operations by kind, so both runs must have the same operations.
+Hooks of units within a block (which gather and cast) run different operations in the two runs, so
+they run outside of these modes (``_outside_selection`` in ``runtime/hooks.py``).
 
-The policy "selective" is that of torchtitan's ``SelectiveAC``: outputs are kept of attention
-kernels, convolutions, batched, scaled and grouped products, reductions over ranks, the choice of
-experts (``topk``, whose recomputation may differ), copies from a device to the host, compiled
-regions, and of every second matrix product. Products with a bias (``addmm``) are counted with those
-without, as ``linear`` is there. What the forward then changes in place is kept in vain: the
-recomputation needs it as it was before.
+The policy "selective" is that of torchtitan's ``SelectiveAC``. It keeps the outputs of attention
+kernels, convolutions, batched, scaled and grouped matrix products, reductions over ranks, the
+choice of experts (``topk``, whose recomputation may differ), copies from a device to the host,
+compiled regions, and every second matrix product. Products with a bias (``addmm``) are counted
+together with those without, like ``linear`` there. An output that forward changes in place is kept
+without benefit: the recomputation needs its original value and computes it again.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.blocks import find_blocks
 from fsdp_engine.units.build import EngineSetup, Resources
 
-# Arguments by which layers of ``transformers`` fill a cache of keys and values. A second run would
-# fill it twice, so that its own checkpointing leaves them out, too. From 5.24 on it is ``cache``,
-# which other modules may call anything of their own: see `_is_cache`.
+# Arguments with which layers of `transformers` fill a cache of keys and values. A second run would
+# fill it twice, so the checkpointing of `transformers` removes them, too. From 5.24 on the argument
+# is `cache`, a name that other modules may use for anything: see `_is_cache`.
 _NO_CACHE = {
     "use_cache": False,
     "past_key_values": None,
@@ -56,7 +56,7 @@ _CACHES = "transformers.cache_utils"
 
 SELECTIVE = "selective"
 
-# See [Note: Selective checkpointing].
+# The operations of [Note: Selective checkpointing].
 _PRODUCTS = {"aten.mm", "aten.addmm", "aten.linear"}
 _KEPT = {
     "aten._scaled_dot_product_flash_attention",
@@ -84,10 +84,10 @@ _KEPT = {
     "deepep.dispatch",
     "deepep.combine",
 }
-# The largest element, by which fp8 is scaled; not `max` along a dimension.
+# The largest element, which fp8 scales need; not `max` along a dimension.
 _KEPT_OVERLOADS = {"aten.max.default"}
 
-# Of torch's error for outputs that were changed after they were kept.
+# Part of torch's error for outputs that were changed after they were kept.
 _IS_CHANGED = "cached during selective activation checkpoint has been mutated"
 
 _Policy = Callable[..., Any] | Sequence[Any] | str
@@ -95,18 +95,18 @@ _Policy = Callable[..., Any] | Sequence[Any] | str
 
 @dataclass(frozen=True)
 class Recompute(EngineExtension):
-    """Blocks whose forward backward runs again, and the operations in them that it does not.
+    """Recomputes the forward of blocks in backward, except for selected operations.
 
     Attributes:
-        policy: None: all operations run again. "selective": outputs of attention kernels,
-            reductions over ranks and every second matrix product are kept, see
+        policy: None: recompute all operations. "selective": keep the outputs of attention kernels,
+            reductions over ranks and every second matrix product; see
             [Note: Selective checkpointing]. Or a policy of
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a function, or a list
             of operations whose outputs are kept.
-        every: only each ``every``-th block is checkpointed; the others keep their activations.
+        every: Checkpoint only every ``every``-th block; other blocks keep their activations.
 
     Raises:
-        TypeError, ValueError: ``every`` is no whole number of 1 or more, or ``policy`` is none.
+        TypeError, ValueError: ``every`` is not an integer of at least 1, or ``policy`` is invalid.
     """
 
     policy: _Policy | None = None
@@ -133,7 +133,7 @@ class Recompute(EngineExtension):
         object.__setattr__(self, "policy", tuple(policy))
 
     def signature(self) -> str:
-        """See the base class. Addresses of functions are left out."""
+        """See the base class. Omits addresses of functions, which differ between ranks."""
         return str(self)
 
     def prepare(self, setup: EngineSetup, resources: Resources) -> None:
@@ -142,8 +142,7 @@ class Recompute(EngineExtension):
 
     @classmethod
     def of(cls, checkpointing: object) -> Recompute | None:
-        """Returns the blocks and operations that the argument of ``shard`` has recomputed; None:
-        none are."""
+        """Returns the extension that the argument ``checkpointing`` selects; None if none."""
         if isinstance(checkpointing, cls):
             return checkpointing
         if checkpointing is True:
@@ -160,7 +159,7 @@ class Recompute(EngineExtension):
 
 
 class Checkpointing(Recompute):
-    """The old name of :class:`Recompute`, with its arguments in the other order."""
+    """Deprecated name of ``Recompute``, with its arguments in the other order."""
 
     def __init__(self, every: int = 1, policy: _Policy | None = None) -> None:
         warnings.warn(
@@ -177,36 +176,34 @@ def checkpoint_units(
     units: UnitSelector | Iterable[UnitSelector] | None = None,
     checkpointing: bool | str | Recompute = True,
 ) -> tuple[str, ...]:
-    """Checkpoint the activations of every module that is a unit of :func:`~fsdp_engine.shard`.
+    """Checkpoint the activations of every module that is a unit of ``fsdp_engine.shard``.
 
-    Their forwards run under ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``: between
-    forward and backward only their inputs are kept, and backward runs the forward again, with the
-    same random numbers. Without autograd they run as they are. Call it before or after ``shard``;
-    modules that are checkpointed already stay as they are.
+    Forwards run under ``torch.utils.checkpoint.checkpoint(use_reentrant=False)``: only their inputs
+    are kept until backward, which runs the forward again with the same random numbers. Under
+    ``no_grad`` forwards are unchanged. Call it before or after ``shard``. Modules that are already
+    checkpointed are skipped.
 
-    By default these are the blocks (the children of every ``nn.ModuleList`` and
-    ``nn.Sequential``), each by itself, also where ``shard`` joins several in one unit. Not what
-    lies beside them, and not embeddings, which keep nothing. Of units within each other the
-    outermost is. Caches of keys and values that are given to a layer of ``transformers`` stay
-    empty in such a forward. Lists and dicts among the arguments are
-    restored before the second run, and keep the changes of the first. Buffers that a forward
-    updates (running statistics, the vectors of spectral norm) are updated in both runs, as under
-    torch's own checkpoint: gradients through spectral norm are then those of the second update.
+    By default the blocks are checkpointed (the children of every ``nn.ModuleList`` and
+    ``nn.Sequential``), each on its own, even if ``shard`` joins several blocks in one unit. Other
+    modules are not, nor are embeddings, which keep no activations. Of nested units, only the
+    outermost is checkpointed. Key and value caches that are passed to a layer of ``transformers``
+    stay empty in a checkpointed forward. Lists and dicts among the arguments are restored before
+    the second run, and keep the changes of the first run. Buffers that forward updates (running
+    statistics, the vectors of spectral norm) are updated in both runs, as with torch's
+    ``checkpoint``: gradients through spectral norm are then those of the second update.
 
     Args:
-        model: any module.
-        units: as for ``shard``, which should be given the same.
-        checkpointing: True: the whole forward runs again. "selective": outputs of attention kernels
-            and of every second matrix product are kept. Or a :class:`Recompute`.
+        model: Any module.
+        units: The same units as for ``shard``.
+        checkpointing: True: recompute the whole forward. "selective": keep the outputs of attention
+            kernels and of every second matrix product. Or a ``Recompute``.
 
     Returns:
-        Names of the modules that are checkpointed, in module order; none if nothing says what a
-        block is.
+        Names of the checkpointed modules in module order. Empty if no blocks are found.
 
     Raises:
-        TypeError: ``model`` is no module, or a selector none; see
-            :func:`~.assignment.find_units`.
-        ValueError: a selector matches nothing; see there. ``checkpointing`` is none of these.
+        TypeError: ``model`` is not a module, or a selector in ``units`` is invalid.
+        ValueError: A selector in ``units`` matches nothing, or ``checkpointing`` is invalid.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
@@ -219,19 +216,19 @@ def checkpoint_units(
     blocks = dict(found[how.every - 1 :: how.every])
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
-            # What users have set themselves is run, too. Not by `setattr`: a wrapper of the user's
-            # may pass attributes on to the module within it.
+            # Wrap a forward that the user has set on the instance, too. `setattr` is avoided, since
+            # a wrapper of the user may pass attributes on to the module within it.
             own = vars(module).get("forward")
             vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
     return tuple(blocks)
 
 
 class WrappedForward:
-    """In place of a module's ``forward``. A copied or unpickled module has one of its own.
+    """Replacement of a module's ``forward``. Copies and unpickled modules get one of their own.
 
     Args:
-        module: whose.
-        own: the forward that this instance has instead of its class's; None: it has none.
+        module: The module whose forward is replaced.
+        own: The ``forward`` attribute of the instance; None: the class's forward is used.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
@@ -240,7 +237,7 @@ class WrappedForward:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The forward that it wraps."""
+        """The forward that is wrapped."""
         if self._own is not None:
             return self._own
         # Dynamo of torch 2.11 traces neither `__get__` nor `MethodType`.
@@ -255,7 +252,7 @@ class CheckpointedForward(WrappedForward):
     """A forward that backward runs again.
 
     Args:
-        module, own: see :class:`WrappedForward`.
+        module, own: See :class:`WrappedForward`.
         policy: The policy of :class:`Recompute`.
     """
 
@@ -269,11 +266,11 @@ class CheckpointedForward(WrappedForward):
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
-        # Layers that only read the cache say that they may have it: what they read stays the same.
+        # Layers that only read a cache may keep it: both runs read the same values.
         reads_only = getattr(self._module, "_can_checkpoint_with_cache", False)
         if not reads_only and _is_cache(kwargs.get("cache")):
             kwargs["cache"] = None
-        # Bound, since `checkpoint` has keywords of its own.
+        # Bind keyword arguments, since `checkpoint` has keywords of its own.
         function = partial(self.original, **kwargs) if kwargs else self.original
         if any(type(each) in (list, dict) for each in (*args, *kwargs.values())):
             function = _WithContainers(self.original, args, kwargs)
@@ -284,17 +281,17 @@ class CheckpointedForward(WrappedForward):
 
 
 def _is_cache(value: object) -> bool:
-    """Whether it is a cache of keys and values of ``transformers``."""
+    """Returns whether ``value`` is a key and value cache of ``transformers``."""
     return any(each.__module__ == _CACHES for each in type(value).__mro__)
 
 
 class _WithContainers:
-    """A forward that is given lists and dicts, which it may change: when it runs again, it gets
-    copies of them as they were before.
+    """A forward with lists and dicts as arguments, which it may change. The second run gets copies
+    of their original contents.
 
     Args:
         forward: The forward of the module.
-        args, kwargs: its arguments.
+        args, kwargs: The arguments of the forward.
     """
 
     def __init__(
@@ -308,7 +305,7 @@ class _WithContainers:
         kwargs, self._kwargs = self._kwargs, None
         if kwargs is None:
             before, kwargs = _copied(self._before)
-            # Tensors are those that the checkpoint passes.
+            # Use the tensors that the checkpoint passes.
             args = tuple(
                 own if type(own) in (list, dict, tuple) else given
                 for own, given in zip(before, args, strict=True)
@@ -317,7 +314,7 @@ class _WithContainers:
 
 
 def _copied(value: Any) -> Any:
-    """``value`` with copies of lists, dicts and tuples, whose other elements are shared."""
+    """Returns a copy of nested lists, dicts and tuples, which shares all other elements."""
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     if type(value) is dict:
@@ -326,7 +323,7 @@ def _copied(value: Any) -> Any:
 
 
 def _contexts(policy: _Policy) -> Any:
-    """Contexts of one forward and of its recomputation."""
+    """Returns the contexts of a forward and of its recomputation."""
     chosen = _Selective() if policy == SELECTIVE else policy
     given = chosen if callable(chosen) else list(chosen)
     forward, recomputation = create_selective_checkpoint_contexts(given)
@@ -336,11 +333,11 @@ def _contexts(policy: _Policy) -> Any:
 
 
 class _Recomputation(torch_checkpoint._CachedTorchDispatchMode):
-    """That of ``create_selective_checkpoint_contexts``, which also takes outputs that the forward
-    has changed in place, such as those of a product by ``relu_``: they are computed again, where
-    torch raises."""
+    """The mode of ``create_selective_checkpoint_contexts`` for the recomputation, but outputs that
+    forward has changed in place (e.g. a product by ``relu_``) are recomputed, where torch's mode
+    raises."""
 
-    supports_higher_order_operators = True  # by the same rule, as in torch's own class
+    supports_higher_order_operators = True  # as in torch's own class
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
@@ -352,7 +349,7 @@ class _Recomputation(torch_checkpoint._CachedTorchDispatchMode):
 
 
 class _Selective:
-    """The policy "selective", for one forward. torch 2.11 asks it in the recomputation, too."""
+    """The policy "selective" for one forward. torch 2.11 also calls it in the recomputation."""
 
     def __init__(self) -> None:
         self._products = {False: 0, True: 0}
@@ -373,11 +370,11 @@ class _Selective:
 
 @cache
 def _keeps(func: Any) -> bool | None:
-    """Whether the outputs of an operation are kept; None: of every second one."""
+    """Returns whether the outputs of an operation are kept; None: those of every second call."""
     name = packet = str(func)
     if isinstance(func, torch._ops.OpOverload):
         if func._schema.is_mutable:
-            return False  # such as `mm.out` of compiled code, whose memory has to be written
+            return False  # `mm.out` of compiled code, for example, must write to its output.
         packet = name.rpartition(".")[0]
     if packet in _PRODUCTS:
         return None

@@ -1,4 +1,4 @@
-"""Host memory that is used again."""
+"""A pool of reusable host memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from fsdp_engine.accelerator import current_accelerator
 from fsdp_engine.memory.host_memory import HostBlock
 
-# Sizes in a pool are multiples of an eighth of the power of two below them.
+# Block sizes are multiples of 1/8 of the largest power of two below them.
 _SIZE_BITS = 3
 
 
 class HostPool:
-    """A pool of :class:`HostBlock` objects, pinned where there is an accelerator. Blocks in use and
-    idle ones take together no more than the most that were in use at a time.
+    """A pool of :class:`HostBlock` objects, pinned if there is an accelerator. Blocks in use and
+    idle blocks together have at most as many bytes as were in use at the peak.
 
     Args:
-        drain: ends all copies from and to blocks. It must not hold the pool.
-        book: called with each new block.
+        drain: Waits for all copies from and to blocks. It must not refer to the pool.
+        book: Called with each new block.
 
     Attributes:
-        bytes_in_use: The bytes of blocks that were taken.
+        bytes_in_use: Bytes of the blocks that are in use.
     """
 
     def __init__(self, drain: Callable[[], None], book: Callable[[HostBlock], None]) -> None:
@@ -31,11 +31,12 @@ class HostPool:
         self._pinned = current_accelerator() is not None
         self._idle: dict[int, list[tuple[HostBlock, Any]]] = {}
         self.bytes_in_use = self._most_in_use = 0
-        # A device may still copy when the last block is garbage.
+        # When the pool is garbage-collected, a device may still be copying from or to a block.
         weakref.finalize(self, drain).atexit = False
 
     def take(self, num_bytes: int) -> tuple[HostBlock, Any]:
-        """A block of at least ``num_bytes``, and the last copy that :meth:`put` was given."""
+        """Returns a block of at least ``num_bytes``, and the last copy that was passed to
+        :meth:`put` with it."""
         step = 1 << max(num_bytes.bit_length() - 1 - _SIZE_BITS, 0)
         size = -(-num_bytes // step) * step
         self.bytes_in_use += size
@@ -52,11 +53,11 @@ class HostPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes of blocks that may be taken."""
+        """Bytes of idle blocks."""
         return sum(size * len(blocks) for size, blocks in self._idle.items())
 
     def put(self, block: HostBlock, last_copy: Any) -> None:
-        """The block may be written again after ``last_copy``."""
+        """Return a block to the pool. It may be written again after ``last_copy``."""
         size = block.bytes.nbytes
         self.bytes_in_use -= size
         self._idle.setdefault(size, []).append((block, last_copy))

@@ -1,34 +1,34 @@
-"""Activations of blocks in host memory between forward and backward.
+"""Offload of blocks' activations to host memory between forward and backward.
 
 [Note: Offloaded activations]
-Hooks of autograd see each tensor that a block's forward saves (``saved_tensors_hooks``). When the
-forward of a block returns, one operation on the lane "activations out" copies to pinned memory what
-it has saved: of each storage the range of bytes that saved tensors span, once, also if several
-tensors, or several blocks, save it. Not copied, but kept as they are: parameters and other memory
-of the engine (full parameters are freed anyway), buffers of the block, tensors on other devices,
-tensor subclasses, and ranges shorter than ``min_bytes``.
+Autograd's ``saved_tensors_hooks`` see each tensor that the forward of a block saves. When the
+forward returns, one operation on the lane "activations out" copies the saved tensors to pinned
+memory. For each storage it copies the range of bytes that saved tensors span, only once even if
+several tensors or several blocks save it. These tensors are kept and not copied: parameters and
+other memory of the engine (full parameters are freed anyway), buffers of the block, tensors on
+other devices, tensor subclasses, and ranges shorter than ``min_bytes``.
 
     compute            f0   f1   f2   f3         b3   b2   b1   b0
     activations out         o0   o1   o2   o3
     activations in                               i2   i1   i0
 
-The memory of a block is held until compute has waited for its copy, so that no kernel gets it
-earlier; ``record_stream`` would make the moment, and with it the peak, depend on the device. After
-each block compute waits for the oldest copies, as long as more than ``in_flight`` bytes are held.
-Memory that is held when backward begins (that of the last block, by default) is used as it is.
+The memory of a block is held until compute has waited for its copy, so that no kernel reuses it
+earlier. With ``record_stream`` the time, and with it the peak, would depend on the device. After
+each block, compute waits for the oldest copies while more than ``in_flight`` bytes are held. Memory
+that is still held when backward starts (that of the last block, by default) is used as it is.
 
-The backward of a block begins when autograd unpacks the first of its tensors. Then the memory of
-the block before it in backward is freed, compute waits for the copy of its own, and copies of the
-next blocks begin, of at most ``in_flight`` bytes, or one block. A chain of weak references has the
-order. Memory is allocated on compute's stream, so that it is that of activations that have been
-freed: each copy comes after what compute was given before, and compute waits for each copy before
-it frees the memory. The end of a backward frees the memory of all blocks; after
-``retain_graph=True`` a further backward copies again.
+The backward of a block starts when autograd unpacks the first of its tensors. Then the memory of
+the block before it in backward is freed, compute waits for the copy of its own activations, and
+copies for the next blocks start, up to ``in_flight`` bytes but at least for one block. A chain of
+weak references stores the order. Memory is allocated on compute's stream, so that it reuses the
+memory of freed activations: each copy waits for the work that compute was given before, and compute
+waits for each copy before the memory is freed. The end of a backward frees the memory of all
+blocks. After ``retain_graph=True`` another backward copies again.
 
-With such hooks torch does not notice that a saved tensor was changed in place, so the version is
-compared here. A tensor without memory shares the version counter of the one that was saved.
+With such hooks torch does not detect that a saved tensor was changed in place, so this module
+compares versions. A tensor without memory shares the version counter of the saved tensor.
 
-Blocks of host memory are reused, by size; a block is written again after the last copy from it.
+Blocks of host memory are reused by size. A block is written again after the last copy from it.
 """
 
 from __future__ import annotations
@@ -67,31 +67,31 @@ from fsdp_engine.units.blocks import find_blocks
 from fsdp_engine.units.build import EngineSetup, Resources
 
 OFFLOAD = "offload"
-# The role of the host's memory in ledgers.
+# The role of the host memory in ledgers.
 _ROLE = "activations"
-# Tensors that are moved: not those of other classes. They may be fake.
+# Tensors of other classes are not moved. Tensors may be fake.
 _PLAIN = (Tensor, FakeTensor)
-# Copied ranges begin at multiples of so many bytes, as memory of allocators does: tensors stay as
-# aligned as they were, by which kernels are chosen.
+# Copied ranges start at multiples of this number of bytes, like memory of allocators. So tensors
+# keep their alignment, by which kernels are selected.
 _ALIGNMENT = 512
-# By model, from the preparation of an engine to its start.
+# The offload of each model between the preparation and the start of its engine.
 _PREPARED: WeakKeyDictionary[nn.Module, ActivationOffload] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class OffloadActivations(EngineExtension):
-    """The tensors that blocks save for backward are in pinned host memory between forward and
-    backward. On a CPU nothing changes. See ``docs/internals/offload.md``.
+    """Keeps the tensors that blocks save for backward in pinned host memory until backward. On a
+    CPU it changes nothing. See ``docs/internals/offload.md``.
 
     Attributes:
-        in_flight: bytes on the device, beside those of the block that computes: of blocks whose
-            copy to the host has not ended, or which were copied back for backward. At least one
-            block is copied back ahead, unless it is 0. None: the most that a block has copied.
-        min_bytes: shorter ranges stay on the device. By default a copy of so many bytes takes as
-            long (19 us at 55 GB/s) as the host takes to submit it.
+        in_flight: Bytes on the device in addition to those of the current block: activations whose
+            copy to the host is not done, or that were copied back for backward. Unless it is 0, at
+            least one block is copied back in advance. None: the most that a block has copied.
+        min_bytes: Shorter ranges stay on the device. Copying the default number of bytes takes as
+            long (19 us at 55 GB/s) as the host takes to submit the copy.
 
     Raises:
-        ValueError: a number is negative.
+        ValueError: A number is negative.
     """
 
     in_flight: int | None = None
@@ -106,7 +106,7 @@ class OffloadActivations(EngineExtension):
         """See the base class.
 
         Raises:
-            ValueError: activations are recomputed, too.
+            ValueError: ``Recompute`` is used as well.
         """
         if any(isinstance(each, Recompute) for each in setup.settings.extensions):
             raise ValueError(
@@ -121,7 +121,7 @@ class OffloadActivations(EngineExtension):
             _PREPARED[setup.model] = moves
 
     def start(self, engine: Engine) -> None:
-        """Let ``engine.reset()`` end copies that an exception has interrupted."""
+        """Register the offload, so that ``engine.reset()`` ends copies after an exception."""
         if (moves := _PREPARED.pop(engine.model, None)) is not None:
             engine.parts.append(moves)
 
@@ -131,7 +131,7 @@ def from_argument(value: object) -> list[EngineExtension]:
     selects.
 
     Raises:
-        ValueError: ``value`` is none of those that it took.
+        ValueError: ``value`` is not a valid argument.
     """
     if value is False:
         return []
@@ -148,7 +148,7 @@ def from_argument(value: object) -> list[EngineExtension]:
 
 
 class View(NamedTuple):
-    """A tensor over a storage; ``start``: in bytes."""
+    """Layout of a tensor over a storage; ``start`` is in bytes."""
 
     dtype: torch.dtype
     start: int
@@ -157,13 +157,13 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
-        """That of ``tensor``."""
+        """Returns the layout of ``tensor``."""
         start = int(tensor.storage_offset()) * tensor.itemsize
         return cls(tensor.dtype, start, tensor.shape, tensor.stride())
 
     @property
     def end(self) -> int:
-        """The byte behind its last one."""
+        """Offset of the byte after the last one."""
         if 0 in self.shape:
             return self.start
         pairs = zip(self.shape, self.strides, strict=True)
@@ -172,21 +172,21 @@ class View(NamedTuple):
 
 
 class _Moved:
-    """A range of a storage's bytes that lies on the host, and at times on the device.
+    """A range of bytes of a storage that is copied to the host and, for backward, to the device.
 
     Args:
-        tensor: over the storage.
-        start, num_bytes: the range.
-        pool: from which the host's memory comes.
+        tensor: A tensor over the storage.
+        start, num_bytes: The range of bytes.
+        pool: The pool for the host memory.
 
     Attributes:
-        num_bytes: see the argument.
-        host: bytes on the host.
-        last_copy: to the host or from there, of these bytes or, before, of others.
-        bytes: on the device; None: they are on the host alone.
-        is_restored: ``bytes`` have been copied back.
-        pending: the copy for which compute has to wait before ``bytes`` are freed.
-        num_users: The number of users of ``bytes``.
+        num_bytes: Number of bytes of the range.
+        host: The bytes on the host.
+        last_copy: The last copy from or to the host memory, including those of its previous use.
+        bytes: The bytes on the device. None: they are on the host only.
+        is_restored: Whether ``bytes`` were copied back from the host.
+        pending: The copy for which compute must wait before ``bytes`` are freed.
+        num_users: Number of users of ``bytes``.
     """
 
     def __init__(self, tensor: Tensor, start: int, num_bytes: int, pool: HostPool) -> None:
@@ -194,7 +194,7 @@ class _Moved:
         self._block, self.last_copy = pool.take(num_bytes)
         self._pool = pool
         storage = tensor.untyped_storage()
-        # While there is a weak reference, no other storage has the address of this one.
+        # While this weak reference exists, no other storage gets the address of this one.
         self._storage = StorageWeakRef(storage)
         self._start, self.num_bytes = start, num_bytes
         self._version = version_of(tensor)
@@ -207,21 +207,21 @@ class _Moved:
         self.num_users = 0
 
     def __del__(self) -> None:
-        if hasattr(self, "_pool"):  # there was a block
+        if hasattr(self, "_pool"):  # False if the pool raised an exception.
             self._pool.put(self._block, self.last_copy)
 
     def holds(self, start: int, end: int, version: int) -> bool:
-        """Whether this range, of tensors of this version, is part of it."""
+        """Returns whether this object contains the range, of tensors of the given version."""
         is_within = self._start <= start and end <= self._start + self.num_bytes
         return is_within and version == self._version
 
     def restore(self, device: torch.device) -> None:
-        """Take memory on ``device``, uninitialised."""
+        """Allocate uninitialised memory on ``device``."""
         self.bytes = allocator.empty(self.num_bytes, torch.uint8, device)
         self.is_restored = True
 
     def view(self, view: View) -> Tensor:
-        """A tensor over the bytes on the device."""
+        """Returns a tensor over the bytes on the device."""
         assert self.bytes is not None
         start = view.start - self._start if self.is_restored else view.start
         return allocator.tensor_over(
@@ -238,16 +238,16 @@ class _Call:
     """One forward of a block.
 
     Args:
-        number, name: The number and name of the block.
-        device: where.
+        number, name: Number and name of the block.
+        device: The device of the block.
 
     Attributes:
-        number, name: see the arguments.
-        stream: on which the block computes, and its memory is allocated.
-        moved: what it has saved, as far as it is moved.
-        own: The parts of ``moved`` that no earlier call has moved.
-        num_bytes: The number of bytes of ``own``.
-        previous: see :meth:`find_previous`.
+        number, name: Number and name of the block.
+        stream: The stream on which the block computes and its memory is allocated.
+        moved: The saved ranges that are moved.
+        own: The ranges of ``moved`` that no earlier call has moved.
+        num_bytes: Number of bytes of ``own``.
+        previous: Reference to the previous call; see :meth:`find_previous`.
     """
 
     __slots__ = ("__weakref__", "moved", "name", "num_bytes", "number", "own", "previous", "stream")
@@ -262,7 +262,7 @@ class _Call:
         self.previous: weakref.ref[_Call] | None = None
 
     def find_previous(self) -> _Call | None:
-        """The call before it in the same forward of the model, if its backward is to come."""
+        """Returns the previous call in the same forward of the model if its backward is pending."""
         return None if self.previous is None else self.previous()
 
 
@@ -270,25 +270,25 @@ class _Saved:
     """A tensor that autograd has saved.
 
     Attributes:
-        tensor: shares the version counter of the saved one; and its memory, unless that is moved.
-        version: at which it was saved.
-        moved: where its bytes are, if they are moved.
-        call: whose, if they are moved.
-        view: over the original storage, if they are moved.
+        tensor: Shares the version counter of the saved tensor, and its memory unless it is moved.
+        version: Version of the tensor when it was saved.
+        moved: The moved range that contains the bytes. None: the tensor is not moved.
+        call: The call that saved the tensor, if it is moved.
+        view: Layout over the original storage, if the tensor is moved.
     """
 
     __slots__ = ("call", "moved", "tensor", "version", "view")
 
     def __init__(self, tensor: Tensor) -> None:
         self.version = version_of(tensor)
-        # The tensor itself may hold the node of autograd that holds this.
+        # Without `detach` there may be a cycle: tensor, autograd node, this object.
         self.tensor = tensor.detach()
         self.moved: _Moved | None = None
         self.call: _Call | None = None
         self.view: View | None = None
 
     def move(self, call: _Call, moved: _Moved) -> None:
-        """Its bytes are part of ``moved``."""
+        """Drop the memory of the tensor, whose bytes are part of ``moved``."""
         self.view = View.of(self.tensor)
         self.call, self.moved = call, moved
         allocator.forget_memory(self.tensor)
@@ -297,7 +297,7 @@ class _Saved:
         """Check that the tensor was not changed in place.
 
         Raises:
-            RuntimeError: it was.
+            RuntimeError: The tensor was changed in place.
         """
         if (found := version_of(self.tensor)) != self.version:
             shape = tuple(self.tensor.shape if self.view is None else self.view.shape)
@@ -309,7 +309,7 @@ class _Saved:
 
 
 def _copy(pairs: Iterable[tuple[Any, Any]]) -> Steps:
-    """An operation: copy to the first tensor of each pair."""
+    """Operation that copies the second tensor of each pair to the first."""
     for target, source in pairs:
         target.copy_(source, non_blocking=True)
     yield from ()
@@ -319,13 +319,13 @@ class ActivationOffload:
     """Moves the activations of an engine's blocks. See [Note: Offloaded activations].
 
     Args:
-        memory: The memory of the engine, on its device.
-        compute: the engine's lane.
-        options: how.
+        memory: The engine's memory manager, of its device.
+        compute: The compute lane of the engine.
+        options: The options of the user.
 
     Attributes:
-        lanes: The lanes of copies to the device and from it.
-        pool: the memory on the host.
+        lanes: The lanes for copies to the device and from it.
+        pool: The pool of host memory.
     """
 
     def __init__(
@@ -348,16 +348,16 @@ class ActivationOffload:
         self._by_storage: WeakValueDictionary[int, _Moved] = WeakValueDictionary()
         self._most_of_a_call = 0
         self._last: weakref.ref[_Call] | None = None
-        # Calls whose memory is held until it is copied, the oldest first, and those that backward
-        # has on the device, with whether their backward has begun.
+        # Calls whose memory is held until it is copied, oldest first, and calls whose activations
+        # are on the device for backward, with whether their backward has started.
         self._leaving: dict[_Call, None] = {}
         self._arrived: dict[_Call, bool] = {}
         self._backward = -1
 
     def install(self, blocks: dict[str, nn.Module]) -> None:
-        """Replace the forward of these modules, which are given in module order."""
+        """Replace the forwards of these modules, which are given in module order."""
         for number, (name, module) in enumerate(blocks.items()):
-            # A compiled call must not be traced through hooks of autograd.
+            # A compiled call must not be traced through autograd hooks, so the call is replaced.
             is_compiled = module._compiled_call_impl is not None
             called = "_compiled_call_impl" if is_compiled else "forward"
             own = vars(module).get(called)
@@ -376,10 +376,10 @@ class ActivationOffload:
         """Returns the result of ``function``, a forward of the block ``module``."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # A checkpoint that recomputes must not see more tensors than in forward.
+        # In a checkpoint's recomputation, no more tensors may be saved than in its forward.
         is_recomputed = in_backward()
         if not is_recomputed:
-            self._end_backward()  # one that an exception has ended
+            self._end_backward()  # An exception may have interrupted a backward.
         saved: list[_Saved] = []
 
         def pack(tensor: Tensor) -> _Saved:
@@ -392,12 +392,12 @@ class ActivationOffload:
             if not is_recomputed:
                 self._move(_Call(number, name, self._memory.device), module, saved)
         finally:
-            saved.clear()  # autograd keeps `pack`
+            saved.clear()  # Autograd keeps `pack`, and with it this list.
         return output
 
     def drain(self) -> list[Exception]:
-        """Free memory on the device that a forward or backward before an exception holds. Returns
-        no errors."""
+        """Free device memory that is held since an exception in forward or backward. Returns no
+        errors."""
         self._end_backward()
         while self._leaving:
             self._leave(next(iter(self._leaving)))
@@ -424,7 +424,7 @@ class ActivationOffload:
     @not_compiled
     @torch.no_grad()
     def _move(self, call: _Call, module: nn.Module, saved: Sequence[_Saved]) -> None:
-        """The forward ``call`` of ``module`` has returned and ``saved`` these: move them."""
+        """Move the tensors ``saved`` by the forward ``call`` of ``module``, which has returned."""
         buffers = {key for each in module.buffers() for key in allocator.storage_keys(each)}
         by_storage: dict[int, list[_Saved]] = {}
         for each in saved:
@@ -440,7 +440,7 @@ class ActivationOffload:
         if not moves:
             return
         before = self._last() if self._last is not None else None
-        # A smaller number: another forward of the model has begun.
+        # A smaller number means that another forward of the model has started.
         if before is not None and before.number <= call.number:
             call.previous = self._last
         self._last = weakref.ref(call)
@@ -454,7 +454,7 @@ class ActivationOffload:
             self._leave(next(iter(self._leaving)))
 
     def _moved(self, call: _Call, key: int, group: Sequence[_Saved]) -> _Moved | None:
-        """Where these tensors, over one storage, are moved to; None: they stay."""
+        """Returns the range that the tensors, all over one storage, move to; None: they stay."""
         views = [View.of(each.tensor) for each in group]
         start = min(view.start for view in views) // _ALIGNMENT * _ALIGNMENT
         end = max(view.end for view in views)
@@ -468,7 +468,7 @@ class ActivationOffload:
         return call.own[-1]
 
     def _take_out(self, call: _Call) -> None:
-        """Begin to copy what ``call`` has saved."""
+        """Start to copy the own ranges of ``call`` to the host."""
         call.num_bytes = sum(each.num_bytes for each in call.own)
         self._most_of_a_call = max(self._most_of_a_call, call.num_bytes)
         self._submit(self._out, call, call.own)
@@ -481,8 +481,8 @@ class ActivationOffload:
         self._free(call, call.own)
 
     def _free(self, call: _Call, moved: Sequence[_Moved]) -> None:
-        """``call`` no longer uses the memory of ``moved``; compute waits for copies from and to it
-        before another kernel gets it."""
+        """Free the memory of ``moved`` that no other call uses. Compute waits for copies from and
+        to it first, so that no other kernel gets it earlier."""
         unused = []
         for each in moved:
             each.num_users -= 1
@@ -494,10 +494,10 @@ class ActivationOffload:
                 each.bytes = None
 
     def _submit(self, lane: Lane, call: _Call, moved: Sequence[_Moved]) -> None:
-        """Copy ``moved`` on ``lane``, after what compute has, and after copies before."""
+        """Copy ``moved`` on ``lane``, after the work submitted to compute and earlier copies."""
         is_out = lane is self._out
         pairs = [(each.host, each.bytes) if is_out else (each.bytes, each.host) for each in moved]
-        # One by one: of several tickets a lane waits for the last that it is given.
+        # Wait one by one: given several tickets, a lane waits only for the last of them.
         for ticket in dict.fromkeys(each.last_copy for each in moved):
             if ticket is not None:
                 lane.wait(ticket)
@@ -525,7 +525,7 @@ class ActivationOffload:
 
     @torch.no_grad()
     def _begin(self, call: _Call) -> None:
-        """The backward of ``call`` begins."""
+        """Start the backward of ``call``: free earlier memory and prefetch the next blocks."""
         for other, has_begun in list(self._arrived.items()):
             if has_begun:
                 del self._arrived[other]
@@ -548,7 +548,7 @@ class ActivationOffload:
             following = following.find_previous()
 
     def _bring(self, call: _Call) -> None:
-        """Begin to copy to the device what of ``call`` is not there."""
+        """Start to copy the ranges of ``call`` that are not on the device."""
         if call in self._arrived:
             return
         self._arrived[call] = False
@@ -567,7 +567,7 @@ class ActivationOffload:
             self._submit(self._into, call, missing)
 
     def _end_backward(self) -> None:
-        """A backward is over: free its memory."""
+        """Free the memory of all blocks after a backward."""
         self._backward = -1
         for call in list(self._arrived):
             del self._arrived[call]
@@ -575,12 +575,12 @@ class ActivationOffload:
 
 
 class OffloadedForward(WrappedForward):
-    """A forward whose activations are moved.
+    """A forward whose activations are offloaded.
 
     Args:
-        module, own: see :class:`~.checkpointing.WrappedForward`.
-        offload: that moves them.
-        number, name: The number and name of the block.
+        module, own: See :class:`~.checkpointing.WrappedForward`.
+        offload: The object that moves the activations.
+        number, name: Number and name of the block.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""PEFT's adapters: their names in files, their initial values, and their folders."""
+"""PEFT's adapters: names of their tensors in files, initial values, and folders."""

@@ -1,6 +1,6 @@
 """Folders of PEFT's adapters: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Adapters are small, so they are gathered on the first rank, and PEFT writes them.
+Adapters are small, so the first rank gathers and PEFT writes them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _COMPUTES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether a folder contains an adapter, and no model."""
+    """Returns whether a folder contains an adapter and no model."""
     is_model = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
     return (folder / CONFIG).is_file() and not is_model
 
@@ -44,17 +44,17 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
     """Match an adapter's folder with a model.
 
     Args:
-        engine: The engine of a model of PEFT.
+        engine: The engine of a PEFT model.
         folder: The folder of the adapter.
-        adapter: its name in the model; None: the only one, or "default".
+        adapter: Name of the adapter in the model. None: the only one, or "default".
 
     Returns:
         The match, and the names in the model of all tensors of the adapter.
 
     Raises:
-        ValueError: the model is not of PEFT, has no such adapter, or one with another
+        ValueError: The model is not a PEFT model, has no such adapter, or has one with another
             computation; or the weights are a pickle.
-        OSError: a file is missing.
+        OSError: A file is missing.
     """
     found, _ = peft_model(engine.model)
     if found is None:
@@ -85,13 +85,13 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
     an adapter.
 
     Args:
-        engine: The engine of a model of PEFT.
-        folder: on storage of the first rank; created if it does not exist.
-        dtype: The dtype of floating-point tensors; None: that of the main weights.
-        tokenizer: object with ``save_pretrained(folder)``.
+        engine: The engine of a PEFT model.
+        folder: A folder on storage of the first rank; created if it does not exist.
+        dtype: The dtype of floating-point tensors. None: that of the main weights.
+        tokenizer: An object with ``save_pretrained(folder)``.
 
     Raises:
-        ValueError, RuntimeError, OSError: see :func:`~fsdp_engine.pretrained.save.save_pretrained`.
+        ValueError, RuntimeError, OSError: See ``save_pretrained`` of ``pretrained/save.py``.
     """
     what, group, is_first = "save_pretrained", engine.ranks.control_group, engine.ranks.rank == 0
     found, prefix = peft_model(engine.model)
@@ -105,13 +105,13 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         check_shared(what, engine)
         if prompts and dtype is not None:
             raise ValueError(f"dtype: expected None for prompts, which PEFT makes; found {dtype}")
-        if is_first:  # PEFT may ask the hub whether a vocabulary was resized
+        if is_first:  # PEFT may query the hub to find whether a vocabulary was resized.
             names = {
                 each: adapter_names(engine.model, each, embeddings="auto")
                 for each in found.peft_config
             }
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(f"{STAGING}*"):  # of jobs that were killed
+            for left in folder.glob(f"{STAGING}*"):  # Left by jobs that were killed.
                 shutil.rmtree(left, ignore_errors=True)
             staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
     except Exception as caught:
@@ -120,7 +120,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         names = agree(what, error, group, names)[0]
         wanted = dict.fromkeys(name for each in names.values() for name in each.values())
         tensors = _gathered(engine, list(wanted), dtype, keeps=is_first)
-        # PEFT runs the module that computes prompts.
+        # PEFT runs the module that computes prompts, so it must be unsharded.
         whole_prompts = engine.unsharded(found.prompt_encoder) if prompts else nullcontext()
         with whole_prompts, torch.no_grad():
             try:
@@ -131,11 +131,11 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
                         tokenizer.save_pretrained(str(folder))
             except Exception as caught:
                 error = caught
-    except Exception as caught:  # on all ranks
+    except Exception as caught:  # Raised on all ranks.
         error = caught
     if staging is not None:
         shutil.rmtree(staging, ignore_errors=True)
-    # All ranks return or raise after the folder has its final content.
+        # All ranks return or raise after the folder has its final content.
     agree(what, error, group)
 
 
@@ -149,7 +149,7 @@ def _chosen(model: Any, adapter: str | None) -> str:
 
 
 def _check_config(folder: Path, own: Any, adapter: str) -> None:
-    """Check that the adapters of folder and model have the same computation."""
+    """Check that the adapters of the folder and the model have the same computation."""
     path = folder / CONFIG
     try:
         stored = dict(json.loads(path.read_text(encoding="utf-8")))
@@ -172,9 +172,9 @@ def _gathered(
 
     Args:
         engine: The engine of the model.
-        names: The names of the tensors.
-        dtype: The dtype of floating-point tensors; None: that of each tensor.
-        keeps: whether this rank returns the tensors; otherwise an empty dict.
+        names: Names of the tensors.
+        dtype: Dtype of floating-point tensors. None: that of each tensor.
+        keeps: Whether this rank returns the tensors; other ranks return an empty dict.
     """
     found: dict[str, Tensor] = {}
     params = {alias for b in engine.buffers for record in b.records for alias in record.aliases}
@@ -197,7 +197,7 @@ def _write(
 ) -> None:
     """Let PEFT write adapters with gathered tensors into ``staging``, then rename the files."""
     if (folder / CARD).is_file():
-        shutil.copyfile(folder / CARD, staging / CARD)  # PEFT adds to it
+        shutil.copyfile(folder / CARD, staging / CARD)  # PEFT adds to the existing card.
     for adapter, stored in names.items():
         has_embeddings = len(stored) > len(adapter_names(engine.model, adapter))
         model.save_pretrained(
@@ -214,7 +214,7 @@ def _write(
 
 
 def _publish(new: Path, old: Path) -> None:
-    """Replace the files of an older adapter."""
+    """Move the files of an adapter into place, replacing those of an older adapter."""
     old.mkdir(exist_ok=True)
     if (old / CONFIG).is_file():
         os.replace(old / CONFIG, old / BEFORE)

@@ -1,8 +1,8 @@
 """PEFT's adapters in a model: names of their tensors in files, and their initialization.
 
-This is the only file that imports ``peft``, and only if the program has imported it already:
-otherwise no model can have adapters of PEFT. PEFT's own functions map names: they select and rename
-the entries of a ``state_dict``, and are called with a dict of names instead of tensors.
+This is the only file that imports ``peft``, and it does so only if the program has imported ``peft``
+already, since otherwise no model can have PEFT's adapters. PEFT's own functions map the names: they
+select and rename entries of a ``state_dict``, and are called with a dict of names as the values.
 
     in the model, after base_model.model.   base model's file      adapter's file
     -------------------------------------   --------------------   ----------------------------
@@ -11,11 +11,11 @@ the entries of a ``state_dict``, and are called with a dict of names instead of 
     head.original_module.weight             head.weight
     head.modules_to_save.default.weight     head.weight            base_model.model.head.weight
 
-Layers with adapters initialize their adapters (LoRA: A random, B zero); the modules that hold the
+Layers with adapters initialize their adapters (LoRA: A random, B zero). The modules that hold the
 tensors, such as plain ``nn.Linear``, cannot. Therefore, if a model was built on the meta device,
-the layer initializes them, in two steps: tensors that are drawn (:meth:`AdapterLayers.draw`), and
-tensors that are computed from base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows
-of embeddings, copies of modules).
+the layer initializes them, first the tensors that are drawn (:meth:`AdapterLayers.draw`), then
+those that are computed from base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows of
+embeddings, copies of modules).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Place = tuple[str, str]
 
 
 def peft_model(model: nn.Module) -> tuple[Any, str]:
-    """Find the outermost model of PEFT in ``model``.
+    """Find the outermost PEFT model in ``model``.
 
     Returns:
-        The model of PEFT, None if there is none; the prefix of its names in ``model``.
+        The PEFT model, or None if there is none, and the prefix of its names in ``model``.
     """
     if "peft" not in sys.modules:
         return None, ""
@@ -54,7 +54,7 @@ def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]
     from the base model's tensors.
 
     Returns:
-        The base model; for each name in it, the names in ``model``.
+        The base model, and for each name in it the names in ``model``.
     """
     found, _ = peft_model(model)
     if found is None:
@@ -94,10 +94,10 @@ def adapter_names(
     """Map the names of an adapter's tensors in its file to their names in ``model``.
 
     Args:
-        model: contains a model of PEFT.
-        adapter: name of the adapter.
-        embeddings: include the base model's embeddings; "auto": if PEFT would save them (PEFT may
-            read the base model's folder to decide).
+        model: A module that contains a PEFT model.
+        adapter: Name of the adapter.
+        embeddings: Include the base model's embeddings. "auto": include them if PEFT would save
+            them (PEFT may read the base model's folder to decide).
     """
     from peft import get_peft_model_state_dict
 
@@ -116,7 +116,7 @@ def adapter_names(
 
 
 def _prompt_names(found: Any, own: Mapping[str, str], adapter: str) -> dict[str, str]:
-    """:func:`adapter_names` of prompt learning methods, whose state PEFT computes from the
+    """Returns :func:`adapter_names` of prompt learning methods, whose state PEFT computes from the
     model."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -134,8 +134,8 @@ def check_is_stored(model: nn.Module, adapter: str) -> None:
     """Check that an adapter can be restored from the tensors that PEFT stores.
 
     Raises:
-        ValueError: the stored tensors are computed from the trained ones (prompts that are the
-            outputs of a network).
+        ValueError: The stored tensors are computed from the trained ones (prompts that are outputs
+            of a network).
     """
     found, _ = peft_model(model)
     if found.peft_config[adapter].is_prompt_learning:
@@ -152,10 +152,10 @@ class AdapterLayers:
     """PEFT's layers in a model, which initialize their adapters.
 
     Args:
-        model: with or without layers of PEFT.
+        model: A module with or without PEFT's layers.
 
     Attributes:
-        covered: modules that hold tensors of adapters. Their layer initializes these tensors.
+        covered: Modules that hold tensors of adapters, which the adapters' layers initialize.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -183,12 +183,12 @@ class AdapterLayers:
             self.covered.update(parts)
 
     def places(self, names: Iterable[str]) -> list[Place]:
-        """Adapters that own any of these tensors, in the order of the layers."""
+        """Returns the adapters that own any of these tensors, in the order of the layers."""
         found = {place for name in names if (place := self.place_of(name)) is not None}
         return [place for place in self._all_places() if place in found] if found else []
 
     def place_of(self, name: str) -> Place | None:
-        """Adapter that owns a tensor; None: no adapter owns it."""
+        """Returns the adapter that owns a tensor; None if no adapter owns it."""
         parts = name.split(".")
         for end in range(len(parts) - 1, 0, -1):
             path = ".".join(parts[:end])
@@ -231,7 +231,7 @@ class AdapterLayers:
             raise ValueError(_unsupported(path, adapter, type(layer).__name__))
 
     def follows_base(self, place: Place) -> bool:
-        """Whether any tensor of an adapter is computed from base weights."""
+        """Returns whether any tensor of an adapter is computed from base weights."""
         from peft.utils import ModulesToSaveWrapper
 
         path, adapter = place
@@ -262,12 +262,13 @@ class AdapterLayers:
         magnitudes[adapter].weight.copy_(proxy.lora_magnitude_vector[adapter].weight)
 
     def layer(self, place: Place) -> nn.Module:
-        """The layer of an adapter."""
+        """Returns the layer of an adapter."""
         found: nn.Module = self._layers[place[0]]
         return found
 
     def all_following(self) -> list[Place]:
-        """Adapters with tensors that are computed from base weights, copies of modules excluded."""
+        """Returns the adapters with tensors that are computed from base weights, other than copies
+        of modules."""
         return [each for each in self._all_places() if _has_formula(self.layer(each), each[1])]
 
     def _all_places(self) -> list[Place]:
@@ -276,7 +277,7 @@ class AdapterLayers:
         return [(path, each) for path in self._layers for each in self._peft.peft_config]
 
     def _adapter_at(self, layer: Any, below: list[str]) -> str:
-        """Adapter that owns the tensor at the path ``below`` of a layer; "": the base model."""
+        """Returns the adapter that owns the tensor at path ``below`` of a layer; "": none does."""
         known = self._peft.peft_config
         at = 0 if layer is getattr(self._peft, "prompt_encoder", None) else 1
         is_own = below[0] not in ("base_layer", "original_module")
@@ -284,8 +285,8 @@ class AdapterLayers:
 
 
 class _DoraProxy:
-    """Proxy of a DoRA layer. PEFT's initialization adds a module of magnitudes to the proxy instead
-    of the layer, because the model may be sharded."""
+    """Proxy of a DoRA layer, to which PEFT's initialization adds the module of magnitudes. The
+    layer itself may be sharded, so it must not be changed."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
@@ -300,7 +301,7 @@ def _has_formula(layer: Any, adapter: str) -> bool:
 
 
 def _token_rows(layer: Any) -> Any:
-    """Rows of an embedding that are trained separately."""
+    """Returns the rows of an embedding that are trained separately, by adapter."""
     return getattr(layer, "trainable_tokens_delta", ())
 
 

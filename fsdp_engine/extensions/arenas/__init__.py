@@ -1,4 +1,4 @@
-"""Transient memory from arenas, and memory that is registered with NCCL."""
+"""Arenas for transient memory, and memory that is registered with NCCL."""
 
 from fsdp_engine.extensions.arenas.arena_memory import Arenas
 

@@ -1,25 +1,26 @@
-"""Transient storages that are filled from one piece of memory, first fit.
+"""Allocation of transient storages from one block of memory, by first fit.
 
 [Note: Arena]
-An arena is one piece of memory for all transient storages of one role. A storage that is filled
-gets the lowest range of bytes that is free and long enough. Steps fill and drain storages in nearly
-the same order, so in steady steps each range is found again and nothing is allocated. Each range
-that was used has a *piece*, a storage object over these bytes. To fill a storage
-is to swap its memory, none, with that of the piece (``UntypedStorage._swap_data_ptr_``, from torch
-2.13 on), to drain it is to swap back: the storage under autograd's views stays the same object.
-Every piece keeps the memory of the arena alive.
+An arena is one block of memory for all transient storages of one role. Filling a storage assigns
+it the lowest free range of bytes that is long enough. Steps fill and free storages in nearly the
+same order, so in steady steps each storage finds its range free again and nothing is allocated.
+Each range that was used has a *piece*, a storage object over its bytes. A storage is filled by
+swapping its memory, which is empty, with that of the piece (``UntypedStorage._swap_data_ptr_``,
+from torch 2.13 on), and freed by swapping back: the storage under autograd's views stays the same
+object. Every piece keeps the memory of the arena alive.
 
-Ranges are assigned in an unbounded address space, of which the arena has the first bytes. A storage
-whose range lies beyond gets ordinary memory. If a step has done so, the arena is allocated anew
-with the next fill at which no storage has memory of it, as long as was needed so far, but at most
-``SLACK`` times the most bytes ever filled at once. It never gets shorter.
+Ranges are assigned in an unbounded address space, of which the arena backs the first bytes. A
+storage whose range lies beyond the end gets ordinary memory. If this happened in a step, the arena
+is reallocated at the next fill at which no storage uses its memory. Its new length is the highest
+address assigned so far, but at most ``SLACK`` times the most bytes ever filled at once. It never
+becomes shorter.
 
-    fill a, fill b, drain a, fill c, drain b, fill d        equal sizes: a 0, b 1, c 0, d 1
+    fill a, fill b, free a, fill c, free b, fill d        equal sizes: a 0, b 1, c 0, d 1
 
-On CUDA all storages of one role are drained after compute is done with them, and filled after
-compute. So the work on a range is done before the range is handed out again, on any lane. An arena
-is allocated within a fill, so that its memory belongs to that lane; or, with ``nccl_ub``, as long
-as a step in module order needs, before anything runs, and for good (``expect``).
+On CUDA, storages of one role are freed after compute has finished with them, and filled after
+compute. So all work on a range, on any lane, is done before the range is assigned again. An arena
+is allocated within a fill, so that its memory belongs to the lane of the fill. With ``nccl_ub`` it
+is allocated before any step, for a step in module order, and keeps its length (``expect``).
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-# Ranges start at multiples of so many bytes, as those of torch's caching allocator on CUDA.
+# Ranges start at multiples of this many bytes, like those of torch's caching allocator on CUDA.
 ALIGNMENT = 512
-# An arena is at most so many times as long as the most bytes that were filled at once.
+# Largest ratio of the arena's length to the most bytes that were filled at once.
 SLACK = 1.5
 
 
 def aligned(num_bytes: int) -> int:
-    """``num_bytes``, rounded up to the alignment."""
+    """Returns ``num_bytes`` rounded up to the alignment."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 class _Range(NamedTuple):
-    """Bytes from ``start`` to ``stop`` that ``owner`` has; ``piece``: they lie in the arena."""
+    """Bytes ``start`` to ``stop``, assigned to ``owner``; ``piece`` is None outside the arena."""
 
     start: int
     stop: int
@@ -52,15 +53,15 @@ class _Range(NamedTuple):
 
 
 class Arena:
-    """The memory of one role's storages. See the module docstring.
+    """The memory of all storages of one role. See the module docstring.
 
     Args:
-        allocate: gives so many bytes, as a 1-D tensor of uint8.
-        book: is called with the bytes by which the arena grows.
+        allocate: Returns a 1-D uint8 tensor of the given number of bytes.
+        book: Called with the number of bytes by which the arena grows.
 
     Attributes:
-        memory: The memory of the arena; None until a step has ended.
-        load: most bytes that were filled at once, each storage rounded up to the alignment.
+        memory: The memory of the arena. None until the first fill after a step has ended.
+        load: Most bytes that were filled at once; each storage is rounded up to the alignment.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor], book: Callable[[int], None]) -> None:
@@ -70,28 +71,28 @@ class Arena:
         self._book = book
         self._is_fixed = False
         self._num_bytes = 0
-        self._taken: list[_Range] = []  # by start
-        self._num_taken = 0  # bytes
-        self._end = 0  # of the highest range that was handed out
+        self._taken: list[_Range] = []  # sorted by start
+        self._num_taken = 0  # bytes in assigned ranges
+        self._end = 0  # highest end of a range that was assigned
         self._is_due = False
         self._pieces: dict[tuple[int, int], torch.UntypedStorage] = {}
         self._units: list[list[int]] = []
 
     def begin_unit(self) -> None:
-        """Storages that are added from here on are those of the next unit."""
+        """Start the next unit. Storages that are added afterwards belong to it."""
         self._units.append([])
 
     def add(self, num_bytes: int) -> None:
-        """One more storage, which :meth:`expect` has to count."""
+        """Record the size of a storage of the current unit, for :meth:`expect`."""
         if self._units:
             self._units[-1].append(num_bytes)
 
     def expect(self, moments: Sequence[Sequence[int]]) -> None:
-        """Allocate the arena before any step, for good.
+        """Allocate the arena before any step. Its length does not change afterwards.
 
         Args:
-            moments: units whose storages are filled at one time, in the order in which they are
-                filled, numbered as they were begun.
+            moments: For each moment, the indices of the units whose storages are filled, in the
+                order of filling. Units are numbered in the order of :meth:`begin_unit`.
         """
         held: dict[int, None] = {}
         for moment in moments:
@@ -110,7 +111,7 @@ class Arena:
         self._is_fixed = True
 
     def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> bool:
-        """Give ``storage``, which is empty, bytes of the arena; returns whether they fit."""
+        """Fill the empty ``storage`` with memory of the arena; returns whether it had room."""
         if self._is_due and all(taken.piece is None for taken in self._taken):
             self._grow()
         piece = self._reserve(storage._cdata, num_bytes)
@@ -120,7 +121,7 @@ class Arena:
         return True
 
     def drain(self, storage: torch.UntypedStorage) -> bool:
-        """Take the memory of the arena away from ``storage``; returns whether it had any."""
+        """Free ``storage`` if its memory is the arena's; returns whether it was."""
         piece = self._release(storage._cdata)
         if piece is None:
             return False
@@ -128,14 +129,14 @@ class Arena:
         return True
 
     def end_step(self) -> None:
-        """A backward is over: from the next fill on the arena is as long as it needed."""
+        """End a step. If the arena was too short, the next possible fill reallocates it."""
         self._is_due = not self._is_fixed and self._length() > self._num_bytes
 
     def _length(self) -> int:
         return min(self._end, aligned(int(SLACK * self.load)))
 
     def _reserve(self, owner: Hashable, num_bytes: int) -> torch.UntypedStorage | None:
-        """Hand out the first free range; returns its piece if it lies in the arena."""
+        """Assign the first free range; returns its piece if the range is within the arena."""
         size, start, place = aligned(num_bytes), 0, 0
         for taken in self._taken:
             if start + size <= taken.start:
@@ -152,7 +153,7 @@ class Arena:
         return piece
 
     def _release(self, owner: Hashable) -> torch.UntypedStorage | None:
-        """Take a range back; returns its piece if it lies in the arena."""
+        """Free the range of ``owner``; returns its piece if the range is within the arena."""
         for place, taken in enumerate(self._taken):
             if taken.owner == owner:
                 del self._taken[place]
@@ -161,7 +162,7 @@ class Arena:
         return None
 
     def _piece(self, start: int, num_bytes: int) -> torch.UntypedStorage:
-        """A storage over just these bytes, which keeps the memory behind them alive."""
+        """Returns a storage over these bytes, which keeps the memory of the arena alive."""
         piece = self._pieces.get((start, num_bytes))
         if piece is None:
             assert self.memory is not None
@@ -171,7 +172,7 @@ class Arena:
 
     def _grow(self) -> None:
         self._is_due = False
-        # The old memory goes first.
+        # Free the old memory first, so that both are never allocated together.
         self.memory = None
         self._pieces.clear()
         self._book(-self._num_bytes)

@@ -1,15 +1,15 @@
-"""Memory of an engine whose transient storages are filled from arenas, and registered memory.
+"""Memory manager that fills transient storages from arenas, optionally registered with NCCL.
 
 [Note: Sources of a fill]
-With ``fsdp_double_buffer`` transient storages are filled from an arena ([Note: Arena] in
-``arena.py``), as long as the steps so far needed, and steady steps allocate nothing. Where the
-arena has no room, memory comes from the pool of idle memory, or by ``resize_``. The storage object
-is the same in each case. The bytes of an arena are booked under the role it serves as it is made,
-and storages that are filled from it add nothing.
+With ``fsdp_double_buffer``, transient storages are filled from an arena ([Note: Arena] in
+``arena.py``) that is as long as previous steps required, so steady steps allocate nothing. If the
+arena has no room, memory comes from the pool of idle memory or from ``resize_``. The storage object
+is the same in each case. The bytes of an arena are booked under its role when it is allocated;
+storages that are filled from it book nothing.
 
-Where torch cannot swap data pointers (before 2.13), and under ``FakeTensorMode``, where there is no
-memory, there are no arenas; fills are from NCCL's pool, if there is one and it may grow at any
-time.
+There are no arenas where torch cannot swap data pointers (before 2.13), or under
+``FakeTensorMode``, which has no memory. Then memory comes from NCCL's pool if there is one that can
+grow at any time.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ ROLES = ("full", "staging")
 
 
 class Pool(Protocol):
-    """Where communication buffers come from, if not from the usual allocator.
+    """Source of memory for communication buffers, in place of the usual allocator.
 
     Attributes:
-        takes_more: each rank may allocate in it at any time, also when it has been registered.
+        takes_more: Whether a rank may allocate from the pool at any time, even after registration.
     """
 
     takes_more: bool
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Within it, what this thread allocates on the device comes from the pool."""
+        """Context within which device memory that this thread allocates comes from the pool."""
         ...
 
     def register(self) -> None:
-        """Make all that was allocated so far known to the communicators. Collective."""
+        """Register all memory allocated so far with the communicators. Collective."""
         ...
 
 
 class ArenaMemory(Memory):
-    """See the module docstring, and the base class.
+    """Memory manager with arenas. See the module docstring and the base class.
 
     Args:
-        device: which.
-        pool: arenas and persistent tensors that are sent are allocated in it. None: nowhere
-            special.
+        device: The device of the memory.
+        pool: Pool for arenas and for persistent tensors that are communicated. None: the usual
+            allocator.
 
     Attributes:
-        arenas: by role.
+        arenas: The arenas by role.
     """
 
     is_steady = True
@@ -100,10 +100,10 @@ class ArenaMemory(Memory):
             arena.begin_unit()
 
     def expect(self, moments: Mapping[str, Sequence[Sequence[int]]]) -> None:
-        """Allocate arenas before the first step, in memory of the pool, and register it.
+        """Allocate the arenas before the first step, from the pool, and register the pool.
 
         Args:
-            moments: by role; see :meth:`.Arena.expect`.
+            moments: Moments by role; see :meth:`.Arena.expect`.
         """
         for role, arena in self.arenas.items():
             arena.expect(moments[role])
@@ -111,7 +111,7 @@ class ArenaMemory(Memory):
             self._pool.register()
 
     def end_backward(self, *, step_is_over: bool = False) -> None:
-        """See the base class. Arenas may grow."""
+        """See the base class. Arenas that were too short are reallocated at a later fill."""
         super().end_backward(step_is_over=step_is_over)
         for arena in self.arenas.values():
             arena.end_step()
@@ -137,7 +137,7 @@ class ArenaMemory(Memory):
         return self._pool.allocating() if self._pool is not None and sent else nullcontext()
 
     def _allocate_arena(self, num_bytes: int) -> torch.Tensor:
-        # Idle memory has served what the arena will serve.
+        # The arena replaces the idle memory, which served the same storages.
         self.release_idle()
         self._most_in_use = self._in_use
         with self._allocating(sent=True):
@@ -146,18 +146,18 @@ class ArenaMemory(Memory):
 
 @dataclass(frozen=True)
 class Arenas(EngineExtension):
-    """Gives an engine arenas.
+    """Extension that fills transient storages from arenas.
 
     Attributes:
-        registered: they lie in memory that is registered with NCCL.
-        symmetric: by windows, instead of plainly.
+        registered: Whether arenas are in memory that is registered with NCCL.
+        symmetric: Whether registration uses windows (symmetric memory).
     """
 
     registered: bool = False
     symmetric: bool = True
 
     def check(self, setup: EngineSetup) -> None:
-        """See the base class, and :func:`~.nccl_pool.check_nccl`."""
+        """See the base class and ``check_nccl`` of ``nccl_pool.py``."""
         if self.registered:
             nccl_pool.check_nccl(setup.data, symmetric=self.symmetric)
 
@@ -180,7 +180,7 @@ class Arenas(EngineExtension):
                 engine.budget,
                 engine.staging_budget,
             )
-            # In the first forward, loose units are full throughout.
+            # In the first forward, loose units stay full throughout.
             loose = [unit.index for unit in units if unit.loose]
             full = [list(dict.fromkeys((*loose, *moment))) for moment in rehearsal.full()]
             memory.expect({"full": full, "staging": list(rehearsal.staging())})

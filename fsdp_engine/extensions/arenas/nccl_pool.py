@@ -1,18 +1,18 @@
-"""Memory that NCCL has allocated and knows: collectives read and write it without a copy.
+"""Memory that is registered with NCCL: collectives read and write it without a copy.
 
 [Note: Registered memory]
 Buffers come from a ``torch.cuda.MemPool`` over NCCL's own allocator, and the pool is registered
-with the communicators of all data-parallel groups. *Plain* registration is a matter of each rank;
-*window* (symmetric) registration is a collective: all ranks must register memory of the same sizes
-at the same moments, and torch registers what a registered pool grows by as soon as it is allocated.
-So all of it is allocated while the engine is made, in the order of units, and registered once,
-group by group. No step has run then: how long arenas ([Note: Arena] in ``arena.py``) must be
-follows from a rehearsal of one (``rehearsal.py``). Arenas keep that length, and storages for which
-they have no room get ordinary memory. So does what the receiving rank sums
-``reduce_scatter_with_fp32_accumulation`` in. Arenas of the length that the first
-step needed are no alternative: ranks may have needed different ones.
+with the communicators of all data-parallel groups. *Plain* registration is local to each rank.
+*Window* (symmetric) registration is a collective: all ranks must register memory of the same sizes
+at the same time, and torch registers growth of a registered pool as soon as it is allocated. So all
+of the memory is allocated while the engine is built, in the order of units, and registered once,
+group by group. At that time no step has run: a rehearsal of a step (``rehearsal.py``) computes the
+length of the arenas ([Note: Arena] in ``arena.py``). Arenas keep that length, and storages that do
+not fit get ordinary memory, and so do the buffers in which the receiving rank sums for
+``reduce_scatter_with_fp32_accumulation``. Arenas of the length that the first step needed would not
+work, because ranks may have needed different lengths.
 
-Where torch cannot swap data pointers (before 2.13), transient memory comes from the pool by way of
+Where torch cannot swap data pointers (before 2.13), transient memory comes from the pool through
 torch's caching allocator if registration is plain, and is ordinary memory otherwise.
 """
 
@@ -32,14 +32,14 @@ from fsdp_engine.memory import cuda
 
 
 class NcclPool:
-    """A pool of memory for one engine. See [Note: Registered memory].
+    """Memory pool of one engine. See [Note: Registered memory].
 
     Args:
-        mesh: the data-parallel ranks, for which :func:`check_nccl` has passed.
-        symmetric: window instead of plain registration.
+        mesh: The data-parallel ranks, for which :func:`check_nccl` has passed.
+        symmetric: Use window instead of plain registration.
 
     Attributes:
-        takes_more: each rank by itself registers memory that is allocated later.
+        takes_more: Whether a rank may register memory that is allocated later by itself.
     """
 
     def __init__(self, mesh: DataMesh, *, symmetric: bool) -> None:
@@ -52,14 +52,14 @@ class NcclPool:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Within it, what this thread allocates on the device comes from the pool."""
+        """Context within which device memory that this thread allocates comes from the pool."""
         with cuda.allocating_from(self._pool, self._device):
             yield
 
     def register(self) -> None:
-        """Make all that was allocated so far known to the communicators. Collective."""
+        """Register all memory allocated so far with the communicators. Collective."""
         for group in self._groups:
-            # A communicator comes into being with its first collective; windows need it before.
+            # NCCL creates a communicator at its first collective, and windows need it before.
             float(all_reduce_(torch.tensor(0.0, device=self._device), group))
             backend: Any = backend_of(group, self._device)
             if self._symmetric:
@@ -69,11 +69,11 @@ class NcclPool:
 
 
 def check_nccl(mesh: DataMesh, *, symmetric: bool) -> None:
-    """Changes nothing, sends nothing.
+    """Check that memory can be registered with NCCL. Changes nothing and sends nothing.
 
     Raises:
-        ValueError: a data-parallel group does not run over NCCL, NCCL allocates no memory on this
-            device, or this torch cannot register windows and ``symmetric`` asks for them.
+        ValueError: A data-parallel group does not use NCCL, NCCL allocates no memory on this
+            device, or ``symmetric`` is set and this torch cannot register windows.
     """
     for group in (mesh.device_mesh.get_group(0), *_sending_groups(mesh)):
         backend: Any = backend_of(group, mesh.device)
@@ -89,7 +89,7 @@ def check_nccl(mesh: DataMesh, *, symmetric: bool) -> None:
                 "nccl_ub: expected devices on which NCCL allocates memory (those with multicast, "
                 f"as NVSwitch gives); found that it does not on {mesh.device}"
             )
-        # The binding's own signature; stubs do not tell.
+        # The docstring of the binding has its signature; torch's stubs do not.
         if symmetric and "symm" not in (register.__doc__ or ""):
             raise ValueError(
                 "nccl_ub: expected a torch that registers windows (symmetric memory) with NCCL; "
@@ -98,7 +98,7 @@ def check_nccl(mesh: DataMesh, *, symmetric: bool) -> None:
 
 
 def _sending_groups(mesh: DataMesh) -> list[ProcessGroup]:
-    """The groups that gather and reduce, each once, in the same order on all ranks."""
+    """Returns the gather and reduce groups in the same order on all ranks."""
     groups = (
         group
         for axis in (mesh.inner, mesh.outer)

@@ -1,10 +1,10 @@
-"""Checks of gradients before they are reduced: NaN and Inf, and unusually large norms.
+"""Checks of gradients before reduction: NaN, Inf, and unusually large norms.
 
-Whatever is found stays on the device until the step's reductions are done: one read per step, not
-one per buffer, so that nothing in backward waits for the device. It is a byte for each parameter
-whose gradient is not finite; the maximum over all ranks is sent with the last reductions. On CPU
-reading costs nothing: there one pass takes the least and the largest element of a buffer, and only
-where one of them is not finite each parameter is looked at (``benchmarks/nan_check.py``).
+Results stay on the device until the reductions of the step are done. The host reads them once per
+step rather than once per buffer, so backward never waits for the device. There is one byte for each
+parameter, set if its gradient is not finite; the maximum over all ranks is reduced along with the
+last gradients. On a CPU, one pass over a buffer finds its least and largest element, and parameters
+are checked one by one only if one of these is not finite (``benchmarks/nan_check.py``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_engine.flat_dtensor.full_reductions import slice_norms
 from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 
-# A norm is large beyond so many times the largest of so many steps.
+# A norm is large if it exceeds LARGE_FACTOR times the largest of the last LARGE_HISTORY steps.
 LARGE_FACTOR = 10.0
 LARGE_HISTORY = 100
 _MOST_NAMED = 8
@@ -37,19 +37,19 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class GradientChecks(EngineExtension):
-    """Gradients of each step are checked before they are reduced.
+    """Checks the gradients of each step before they are reduced.
 
     Attributes:
-        nan: for NaN and Inf. ``finish_grad_sync``, and so the last backward, raises a RuntimeError
-            on all ranks; it names parameters and ranks.
-        large: for norms of buffers that exceed ten times the largest of the last 100 steps: warns.
+        nan: Check for NaN and Inf. On failure ``finish_grad_sync``, which the last backward calls,
+            raises a RuntimeError on all ranks that names parameters and ranks.
+        large: Warn if a buffer's gradient norm exceeds ten times the largest of the last 100 steps.
     """
 
     nan: bool = True
     large: bool = False
 
     def start(self, engine: Engine) -> None:
-        """Check the gradients of ``engine``."""
+        """Add the checks to the gradient observers of ``engine``."""
         engine.reductions.observers.append(_Checks(engine, self))
 
 
@@ -57,8 +57,8 @@ class _Checks(GradientObserver):
     """Checks of the gradients of one engine.
 
     Args:
-        engine: whose.
-        asked: says what to look for.
+        engine: The engine to check.
+        asked: The checks to make.
     """
 
     def __init__(self, engine: Engine, asked: GradientChecks) -> None:
@@ -90,14 +90,14 @@ class _Checks(GradientObserver):
         views = list(map(_in_parts, written.views))
         flat = _in_parts(written.buffer.tensor)
         if self.looks_for_nan and not _is_seen_to_be_finite(flat):
-            # The largest magnitude is NaN or Inf if any element is, in whatever dtype.
+            # The largest magnitude is NaN or Inf if any element is, in any dtype.
             peaks = _largest(views)
             self._flags[first : first + count] |= (~torch.isfinite(peaks)).to(torch.uint8)
         if self.looks_for_large:
             norms = slice_norms([view for view in views if view.numel()], 2.0)
             if norms:
                 norm = torch.linalg.vector_norm(torch.stack(norms)).float()
-                # Of several microbatches that are reduced one by one, the largest counts.
+                # Microbatches may be reduced one by one: keep the largest norm of the step.
                 self._norms[number] = torch.maximum(self._norms[number], norm)
 
     def issued(self) -> None:
@@ -112,7 +112,7 @@ class _Checks(GradientObserver):
         """See the base class.
 
         Raises:
-            RuntimeError: a gradient was not finite, on some rank; on all ranks.
+            RuntimeError: A gradient is not finite on some rank. Raised on all ranks.
         """
         problem = None
         if self.looks_for_nan and any(self._read()):
@@ -132,7 +132,7 @@ class _Checks(GradientObserver):
         self._norms.zero_()
 
     def _read(self) -> list[int]:
-        """The flags' maximum over all ranks."""
+        """Returns the flags: for each parameter, the maximum over all ranks."""
         if self._message_group is None:
             return self._flags.tolist()
         with naming("checks of gradients", self._message_group), self._stream.entered():
@@ -159,7 +159,7 @@ class _Checks(GradientObserver):
     def _warn_of_large(self, norms: Sequence[float]) -> None:
         for label, norm, history in zip(self._labels, norms, self._history, strict=True):
             largest = max(history, default=0.0)
-            # Gradients may well be zero at first: nothing is large beside that.
+            # Gradients may be zero in the first steps. No norm counts as large relative to zero.
             if largest > 0.0 and norm > LARGE_FACTOR * largest:
                 warnings.warn(
                     f"check_for_large_grads: gradients of {label} have norm {norm:.3g} on this "
@@ -167,26 +167,26 @@ class _Checks(GradientObserver):
                     f"{len(history)} steps, {largest:.3g}",
                     stacklevel=2,
                 )
-            if math.isfinite(norm):  # beside infinity nothing would be large any more
+            if math.isfinite(norm):  # After infinity in the history no norm would be large.
                 history.append(norm)
 
 
 def _is_seen_to_be_finite(flat: Tensor) -> bool:
-    """Whether all elements are finite; False also where finding out would wait for a device."""
+    """Returns whether all elements are known to be finite. False on a device, to avoid a sync."""
     if flat.device.type != "cpu":
         return False
-    # Both are NaN if any element is; unlike a sum, neither overflows.
+    # Minimum and maximum are NaN if any element is. Unlike a sum, they do not overflow.
     return all(math.isfinite(peak) for peak in torch.aminmax(flat)) if flat.numel() else True
 
 
 def _largest(views: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude of each tensor, fp32; 0 for empty ones."""
-    # That of nothing is not defined; that of one zero is 0.
+    """Returns the largest magnitude of each tensor in fp32; 0 for empty tensors."""
+    # The maximum of an empty tensor is undefined, so a single zero replaces it.
     nothing = allocator.zeros(1, torch.float32, views[0].device)
     nonempty = [view if view.numel() else nothing for view in views]
     return torch.stack([norm.float() for norm in torch._foreach_norm(nonempty, math.inf)])
 
 
 def _in_parts(tensor: Tensor) -> Tensor:
-    """Of complex numbers both parts: their magnitude overflows where they do not."""
+    """Returns a complex tensor as its real and imaginary parts, whose magnitude may overflow."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""Ranks that use different modules: ``engine.together()``."""
+"""Training and evaluation in which ranks use different modules: ``engine.together()``."""
 
 from fsdp_engine.extensions.different_modules.gather_rounds import ranks_can_differ, together
 

@@ -1,51 +1,52 @@
-"""Gathers on demand, where ranks use different units: training, evaluation and generation.
+"""Gathers on demand, for ranks that use different units in training, evaluation or generation.
 
 [Note: Gather rounds]
-Sharded weights are gathered from all ranks, so ranks that compute different things have to take
-part in each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a
-round each rank votes for the unit that it needs next, in a small message beside training. Then
-all ranks gather units with votes, in module order; a rank that did not vote for a unit frees it.
-A rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any order
-and as often as they like.
+Sharded weights are gathered from all ranks, so ranks that use different units have to take part in
+each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a round each
+rank votes for the unit that it needs next, in a small message on a group of its own. Then all ranks
+gather the units that have votes, in module order; a rank that did not vote for a unit frees it. A
+rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any order and
+any number of times.
 
-A rank votes for a unit before it uses it: while it computes with one unit, the gather of the next
-one (of its own recorded order) is in flight, and the vote for the one after that is sent. Where
-ranks agree, the message is over when a rank needs its result.
+A rank votes for a unit before it uses it. While it computes with one unit, the gather of the next
+unit of its own recorded order is in flight, and the vote for the unit after that has been sent.
+Where ranks agree, the message has arrived when a rank needs its result.
 
-Ranks that leave out different units drift apart, and would gather each unit once for each place.
-So a vote also says which units the rank expects to use after that, and a unit that another rank
-will use soon is *held back* until that rank needs it, too. If all units with votes are held back,
-those that a rank waits for are gathered. So each round serves a rank that waits, or none waits.
-Where some ranks are in forward and others in backward, which go in opposite directions, no unit is
-held back.
+Ranks that leave out different units drift apart, and would then gather each unit once for each rank
+that needs it at another time. So a vote also contains the units that the rank expects to use
+afterwards, and a unit that another rank will use soon is *held back* until that rank needs it, too.
+If all units with votes are held back, those that a rank waits for are gathered. So in each round at
+least one waiting rank gets its unit, unless no rank waits. No unit is held back while some ranks
+are in forward and others in backward, because they use units in opposite orders.
 
-On an accelerator compute waits for a gather before its memory can be freed, so the last two units
-that were gathered for other ranks are kept. A rank that needs one of them unexpectedly has it. So
-beside units that it uses a rank has the full weights of at most three for its own next uses, of two
-for other ranks, and during a round of those that others have voted for: one for each other rank.
+On an accelerator compute waits for a gather before its memory can be freed, so a rank keeps the
+last two units that were gathered for other ranks, and can use them without another gather. Besides
+the units in use, a rank holds the full weights of at most three units for its own next uses, of two
+for other ranks, and, during a round, of one unit for each other rank that voted.
 
-A reduction needs all ranks, too, and its staging is freed when it is over. A rank that waited for
-a reduction which another rank has not submitted would not vote, and the other rank could not
-gather what it needs to get there. So votes also say which units' reductions a rank has submitted
-in this backward. A rank waits for a reduction once all have submitted it, and takes part in rounds
-until then. On an accelerator the same order matters on the device: a stream that waits for a
-reduction would hold up gathers that are queued behind it.
+A reduction needs all ranks as well, and its staging buffer is freed when it is done. If a rank
+waited for a reduction that another rank has not submitted, it would not vote, and the other rank
+could not gather the units it needs to submit the reduction. So votes also contain the number of
+reductions that the rank has submitted in this backward. A rank waits for a reduction only once all
+ranks have submitted it, and takes part in rounds until then. On an accelerator the same order
+matters on the device: a stream that waits for a reduction blocks the gathers queued behind it.
 
-At the end of backward, before an optimizer steps, and before any other collective of the engine,
-all ranks take part until none is busy. Then all reductions are submitted, and no rank needs weights
-that another one is about to change. A rank that is there says where it is, as does one that waits
-for reductions: a rank at the end of the context will never submit those of another's backward. If
-ranks wait at different places, all of them tell each other where they are, and raise.
+At the end of backward, before an optimizer step, and before any other collective of the engine, all
+ranks take part until no rank is busy. Then all reductions are submitted, and no rank needs weights
+that another rank is about to change. A rank that waits there, or for reductions, sends its place,
+since a rank at the end of the context will never submit the reductions of another rank's backward.
+If ranks wait at places that cannot be reached together, all of them exchange their places and
+raise.
 
-A rank that raises an exception while others may need its votes sends a failure instead, so that all
-ranks raise.
+If a rank raises an exception while others may need its votes, it sends a failure instead, so that
+all ranks raise.
 
-Lanes on CPU are driven by the host. An operation of two axes continues only when its rank waits
-for it, which a rank that blocks in a vote does not do. So there each rank waits, before the next
-round, for the gathers of the last one, and for reductions that all ranks have submitted. And with
-two axes to submit a reduction is to wait for the one before: all ranks submit each in one round.
-Weights in a file are read before they are sent, when their rank waits for them, which ranks do in
-different orders: there they wait for each gather before they submit the next one.
+On a CPU the host drives the lanes. An operation over two axes continues only when its rank waits
+for it, and a rank that blocks in a vote does not. So, before the next round, each rank waits for
+the gathers of the last one and for the reductions that all ranks have submitted. With two axes,
+submitting a reduction waits for the previous one, so all ranks submit each reduction in the same
+round. Weights in a file are read when their rank waits for the gather, which ranks do in different
+orders; so each rank waits for each gather before it submits the next one.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ from fsdp_engine.runtime.unit import BACKWARD, FORWARD, Call, State, Unit
 
 
 class _Status(enum.IntEnum):
-    """What a rank does; of all ranks the maximum is known after a round."""
+    """Status of a rank. A round yields the maximum over all ranks."""
 
     IDLE = 0
     BUSY = 1
@@ -84,31 +85,31 @@ _PLACES = {
 
 
 class _Vote(enum.IntEnum):
-    """Of one unit; of all ranks the maximum is known after a round."""
+    """Vote for one unit. A round yields the maximum over all ranks."""
 
     NONE = 0
-    AHEAD = 1  # the rank computes with another unit
-    NEEDED = 2  # the rank waits for it
+    AHEAD = 1  # The rank still computes with another unit.
+    NEEDED = 2  # The rank waits for the unit.
 
 
-# Rounds that were made over the ranks of a group: all of these have made as many.
+# Number of `GatherRounds` made over a group, modulo 255. Equal on all ranks of the group.
 _NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-_LARGEST = 255  # byte
-# Units that are not freed at once, so that compute waits for no gather that is in flight, and that
-# this rank may use although it does not expect to.
+_LARGEST = 255  # largest value of a byte
+# Number of units gathered for other ranks that are kept, so that compute waits for no gather that
+# is in flight, and that this rank can use although it did not expect to.
 _MOST_FOR_OTHERS = 2
-# Places of the recorded order among which the next two units to gather are.
+# Number of next uses in the recorded order in which the next two units to gather are searched.
 _NUM_EXPECTED = 8
 _MOST_NAMED = 8
 
 
 class _Uses:
-    """What a rank remembers from one context to the next: its uses of units.
+    """The uses of units that a rank remembers from one context to the next.
 
     Attributes:
-        record: the order of uses that it has recorded in rounds.
-        units: numbers of the units used since the first forward after a backward.
-        are_over: a backward has followed them.
+        record: The order of uses that was recorded in rounds.
+        units: Indices of the units used since the first forward after a backward.
+        are_over: Whether a backward has followed these uses.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -118,7 +119,7 @@ class _Uses:
 
 
 class GatherRounds(Schedule):
-    """See the module docstring. Collective: all ranks make one, and take part until none is busy.
+    """Gathers in rounds; see the module docstring. All ranks must construct one together.
 
     Args:
         engine: The engine of the model.
@@ -145,25 +146,26 @@ class GatherRounds(Schedule):
         if group is not None:
             number = _NUM_MADE[group] = (_NUM_MADE.get(group, 0) + 1) % _LARGEST
         # If maximum and complement still add up, all ranks vote about one engine.
+        # Maximum and complement of the maximum add up only if all ranks vote for the same engine.
         self._identity = bytes((number, _LARGEST - number))
-        # Of this backward.
+        # Numbers of reductions submitted in the current backward.
         self._num_submitted = 0
         self._num_submitted_by_all = 0
-        # The vote that is sent and not answered; -1: for no unit; None: there is none.
+        # Unit of the pending vote. -1: a vote for no unit. None: no vote is pending.
         self._vote: int | None = None
-        self._vote_is_stale = False  # sent before a reset
-        # Ranks wait in a pass of nested backwards, and others for the outermost one.
+        self._vote_is_stale = False  # The vote was sent before a reset.
+        # Whether some ranks wait in a pass of nested backwards, and others for the outermost one.
         self._has_another_pass = False
-        # Other ranks may need this one's votes.
+        # Whether other ranks may need votes of this rank.
         self._is_awaited = True
-        # Of its last use; and units that it expects to use next, by number, in order.
+        # Phase of the last use, and indices of the units expected next, in order of use.
         self._phase = FORWARD
         self._expected: list[int] = []
-        # Gathered for votes of this rank, and not used so far.
+        # Units gathered for votes of this rank and not used yet.
         self._ahead: list[Unit] = []
-        # Gathered for votes of other ranks alone, oldest first.
+        # Units gathered only for votes of other ranks, oldest first.
         self._for_others: list[Unit] = []
-        # Gathered in the last round.
+        # Units gathered in the last round.
         self._last_round: list[Unit] = []
 
     def forward_begins(self) -> None:
@@ -173,14 +175,14 @@ class GatherRounds(Schedule):
             self._uses.units.clear()
 
     def forward_ends(self) -> None:
-        """Free units that were gathered for uses that did not come, or for other ranks."""
+        """Free the units gathered for other ranks, or for uses that have not happened."""
         for unit in (*self._ahead, *self._for_others):
             self._free(unit)
         self._ahead.clear()
         self._for_others.clear()
 
     def backward_begins(self) -> None:
-        """Others can wait for the reductions of units that this rank does not use."""
+        """Report unused units as ready, since other ranks may wait for their reductions."""
         for unit in self._reductions.order:
             is_used = unit.index in self._uses.units or unit.num_calls > 0
             if not is_used and not unit.awaits_backward(None):
@@ -191,10 +193,10 @@ class GatherRounds(Schedule):
         self._uses.are_over = True
 
     def check_backward(self, call: Call, schedule: Schedule) -> None:
-        """Refuse a backward outside of the context.
+        """Check that a backward runs within the context if its forward did.
 
         Raises:
-            RuntimeError: its unit is gathered, and other ranks may have used other units.
+            RuntimeError: The backward needs a gather, and other ranks may have used other units.
         """
         if call.unit.reshards and not schedule.ranks_differ:
             raise RuntimeError(
@@ -208,8 +210,8 @@ class GatherRounds(Schedule):
         """See the base class.
 
         Raises:
-            RuntimeError: another rank has raised an exception, or is in rounds of another engine;
-                or ranks wait for each other at different places.
+            RuntimeError: Another rank has raised an exception or is in rounds of another engine, or
+                ranks wait for each other at different places.
         """
         self._uses.units.add(unit.index)
         if not unit.reshards:
@@ -231,21 +233,21 @@ class GatherRounds(Schedule):
             unit.keep_for(phase)
 
     def gather_ahead(self, window: Sequence[Use], compute_now: Ticket | None) -> None:
-        """Vote for units that are expected."""
+        """Vote for the units that are expected next."""
         self._expect(self.record.next_uses(_NUM_EXPECTED if self._scheduler.prefetches else 0))
 
     def _expect(self, uses: Iterable[Use]) -> None:
-        """Vote for units that this rank will use next: one is in flight while another is voted for.
+        """Vote for the next units of this rank: one gather in flight, and a vote for another unit.
 
         Args:
-            uses: the next ones of its recorded order; none: nothing is gathered ahead.
+            uses: The next uses of the recorded order. Empty: nothing is prefetched.
 
         Raises:
-            RuntimeError: as :meth:`gather`.
+            RuntimeError: As in :meth:`gather`.
         """
         self._expected = wanted = list(dict.fromkeys(use.unit for use in uses))
         gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
-        # Also one that another rank has voted for earlier; no more, since orders can change.
+        # Include a unit gathered for another rank. At most two units, since orders can change.
         coming = [each for each in wanted if each in gathered or self._needs_gather(each)][:2]
         for unit in self._ahead:
             if unit.index not in coming:
@@ -259,27 +261,27 @@ class GatherRounds(Schedule):
             self._send(following)
             if not self._ahead:
                 self._take_part()
-                if not self._ahead:  # it is held back
+                if not self._ahead:  # The unit is held back.
                     self._send(following)
 
     def before_reduction(self, num_submitted: int, place: Place) -> None:
-        """Wait until all ranks submit it, where to submit is to wait for the one before."""
+        """Wait until all ranks submit the reduction, if submitting waits for the previous one."""
         if self._submitting_waits:
             self._num_submitted = num_submitted
             self.await_reductions(place)
 
     def after_reduction(self, num_submitted: int) -> None:
-        """Tell other ranks with the next vote."""
+        """Record the number of submitted reductions, which the next vote sends."""
         self._num_submitted = num_submitted
 
     def await_reductions(self, place: Place) -> None:
-        """Take part until all ranks have announced as many reductions as this one.
+        """Take part in rounds until all ranks have submitted as many reductions as this one.
 
         Args:
-            place: BACKWARD or LAST_BACKWARD.
+            place: The place where this rank waits: BACKWARD or LAST_BACKWARD.
 
         Raises:
-            RuntimeError: as :meth:`gather`; or a rank waits at another place.
+            RuntimeError: As in :meth:`gather`, or a rank waits at another place.
         """
         while self._num_submitted_by_all < self._num_submitted:
             if self._vote is None:
@@ -287,10 +289,10 @@ class GatherRounds(Schedule):
             self._take_part(place)
 
     def await_ranks(self, place: Place = Place.CALL) -> None:
-        """This rank needs nothing until all others have reached ``place``: take part until then.
+        """Take part in rounds, without votes, until all other ranks have reached ``place``.
 
         Raises:
-            RuntimeError: as :meth:`gather`; or a rank waits at another place.
+            RuntimeError: As in :meth:`gather`, or a rank waits at another place.
         """
         self._is_awaited = True
         status = _Status.BUSY
@@ -305,17 +307,17 @@ class GatherRounds(Schedule):
         self._is_awaited = False
 
     def has_another_pass(self) -> bool:
-        """Whether another rank has begun another pass of reductions, where this one is at the end
-        of a backward within which others have run. All take part in it.
+        """Returns whether another rank has begun another pass of reductions while this rank is at
+        the end of a backward with nested ones. All ranks take part in that pass.
 
         Raises:
-            RuntimeError: as :meth:`await_ranks`.
+            RuntimeError: As in :meth:`await_ranks`.
         """
         self.await_ranks(Place.OUTERMOST)
         return self._has_another_pass
 
     def fail(self) -> None:
-        """This rank has raised an exception: others, which may wait for its votes, raise one."""
+        """Report an exception of this rank, so that ranks that may wait for its votes raise."""
         if not self._is_awaited:
             return
         self.forward_ends()
@@ -329,8 +331,8 @@ class GatherRounds(Schedule):
         self._message.finish()
 
     def reset(self) -> None:
-        """Drop gathers and the backward; communication is over, but for a vote, which others
-        answer."""
+        """Drop the gathers and the state of the backward. Communication must be finished, except
+        for a vote, which other ranks answer later."""
         super().reset()
         self._uses.units.clear()
         self._last_round.clear()
@@ -340,7 +342,7 @@ class GatherRounds(Schedule):
         self._vote_is_stale = self._vote is not None
 
     def _hand_over(self, unit: Unit) -> None:
-        """The unit is used: it is freed when it is left."""
+        """Remove a unit that is used now from those to free here: it is freed after its use."""
         for gathered in (self._ahead, self._for_others):
             if unit in gathered:
                 gathered.remove(unit)
@@ -357,7 +359,7 @@ class GatherRounds(Schedule):
         status: _Status = _Status.BUSY,
         place: Place | None = None,
     ) -> None:
-        """Vote for the unit of that number; -1: for none. ``place``: where this rank waits."""
+        """Send a vote for a unit; -1: for no unit. ``place``: where this rank waits."""
         num_units = len(self._units)
         content = bytearray(2 * num_units)
         phases = [False, False]
@@ -380,7 +382,7 @@ class GatherRounds(Schedule):
         self._vote = unit
 
     def _take_part(self, place: Place | None = None) -> _Status:
-        """Gather what ranks have voted for; returns the status of all. ``place``: as sent."""
+        """Gather the units with votes; returns the maximum status. ``place``: the one sent."""
         status = self._exchange(place)
         self._vote = None
         if status is _Status.FAILED:
@@ -392,7 +394,7 @@ class GatherRounds(Schedule):
         return status
 
     def _exchange(self, place: Place | None = None) -> _Status:
-        """The vote that is sent is answered: gather what ranks have voted for."""
+        """Finish the pending vote and gather the units with votes; returns the maximum status."""
         self._finish_last_round()
         *found, number, complement = bytes(self._message.finish())
         votes, status = bytes(found[: -1 - len(Place)]), _Status(found[-1])
@@ -424,7 +426,7 @@ class GatherRounds(Schedule):
         return status
 
     def _raise_places(self, own: Place | None) -> NoReturn:
-        """Ranks wait at different places: raise, on all ranks, with the ranks at each place."""
+        """Raise an error on all ranks that lists the ranks at each place."""
         self._is_awaited = False
         places = bytearray(self._ranks.size)
         places[self._ranks.rank] = len(Place) if own is None else own
@@ -451,7 +453,7 @@ class GatherRounds(Schedule):
         if unit.state is not State.SHARDED:
             unit.gather_again()
             return
-        # Of two encodings of weights ranks can need either.
+        # Where weights have two encodings, other ranks may need either.
         unit.gather(unit.unknown_phase)
         if self._reads_files:
             unit.wait()
@@ -459,7 +461,7 @@ class GatherRounds(Schedule):
         (self._ahead if is_own else self._for_others).append(unit)
 
     def _finish_last_round(self) -> None:
-        """Wait for the operations that all ranks have submitted, if the host drives them."""
+        """Wait for the operations that all ranks have submitted, if the host drives the lanes."""
         if self._host_drives:
             for unit in self._last_round:
                 unit.wait()
@@ -474,18 +476,18 @@ class GatherRounds(Schedule):
 
 @contextmanager
 def together(engine: Engine) -> Iterator[None]:
-    """Context within which ranks can use different modules: for training, evaluation and
-    generation. Collective: all ranks enter it, and leave it together.
+    """Context within which ranks may use different modules, for training, evaluation and
+    generation. Collective: all ranks enter and leave it together.
 
-    Ranks may leave out modules, use them in any order and as often as they like, and without
-    gradients run different numbers of forwards. With gradients each rank runs as many
-    backwards; gradients are those of the mean over ranks, as at other levels. A rank that has
-    finished its backward, or leaves the context, takes part in the gathers of the others until
-    all have. No other collective may run between a forward's begin and that. Each gather takes
-    one small message more. At levels below ``optim_grads_params``, where ranks may differ
-    anyway, it costs one message for each backward.
+    Ranks may leave out modules, and use them in any order and any number of times. Under
+    ``no_grad`` they may run different numbers of forwards. With gradients, each rank must run the
+    same number of backwards; gradients are those of the mean over ranks, as at other levels. A rank
+    that finishes its backward or leaves the context takes part in the gathers of other ranks until
+    all ranks have done so. From the start of forward until then no other collective may run. Each
+    gather takes one additional small message. At levels below ``optim_grads_params``, where ranks
+    may use different modules anyway, the context costs one message per backward.
 
-    Example: towers for images and sound, of which a rank's batch has one, or none::
+    Example: towers for images and sound, where a rank's batch has either or neither::
 
         for batch in loader:
             with engine.together():
@@ -497,9 +499,9 @@ def together(engine: Engine) -> Iterator[None]:
         engine: The engine of the model.
 
     Raises:
-        RuntimeError: a forward or backward is running, or contexts are nested; or another rank
-            raised an exception within the context. On all ranks: they ran different numbers of
-            backwards; names the ranks and where they wait.
+        RuntimeError: A forward or backward is running, contexts are nested, or another rank raised
+            an exception within the context. On all ranks: the numbers of backwards differ; names
+            the ranks and where they wait.
     """
     if not any(unit.reshards or unit.needs_refresh for unit in engine.units):
         yield
@@ -518,7 +520,7 @@ def together(engine: Engine) -> Iterator[None]:
     try:
         try:
             yield
-        except GeneratorExit:  # a generator of the user's was closed within the context
+        except GeneratorExit:  # A generator of the user was closed within the context.
             rounds.await_ranks(Place.EXIT)
             raise
         rounds.await_ranks(Place.EXIT)
@@ -530,8 +532,8 @@ def together(engine: Engine) -> Iterator[None]:
 
 
 def _ranks_can_differ(engine: Engine) -> bool:
-    """Whether ranks may now run different numbers of forwards without gradients: within
-    :func:`together`, or where forwards do not communicate."""
+    """Whether ranks may currently run different numbers of forwards under ``no_grad``: within
+    ``together``, or where forwards do not communicate."""
     full_main = engine.guard.full_main
     if engine.scheduler.ranks_differ or all(full_main(b, 0) is not None for b in engine.buffers):
         return True
@@ -542,12 +544,12 @@ ranks_can_differ = property(_ranks_can_differ)
 
 
 def to_gather(votes: bytes, expected: bytes, phases: bytes) -> list[int]:
-    """Units that are gathered in a round; see [Note: Gather rounds].
+    """Returns the indices of the units to gather in a round; see [Note: Gather rounds].
 
     Args:
-        votes: The votes of all ranks, by unit.
-        expected: whether a rank will use it after the unit that it votes for.
-        phases: whether ranks are in forward, and in backward.
+        votes: Maximum vote of all ranks for each unit.
+        expected: For each unit, whether a rank will use it after the unit that it votes for.
+        phases: Whether any rank is in forward, and whether any is in backward.
     """
     voted = [index for index, vote in enumerate(votes) if vote]
     if all(phases):

@@ -1,7 +1,7 @@
 """An exponential moving average (EMA) of the weights of a sharded model.
 
-Each rank averages its own shards, in memory beside its main weights: nothing is sent, and an update
-is one or two operations for each flat buffer, whatever the number of parameters.
+Each rank averages its own shards, in memory beside its main weights. Nothing is communicated, and
+an update is one or two operations per flat buffer, whatever the number of parameters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fsdp_engine.optim.step_listeners import add_step_check
 _SHADOW = "shadow"
 _BUFFERS = "buffers"
 _COUNTS = ("num_calls", "num_updates")
-# The role of the averages in `Engine.memory_bytes`.
+# The role under which `Engine.memory_bytes` reports the averages.
 _ROLE = "ema"
 
 
@@ -47,26 +47,26 @@ class EMA:
             evaluate(model)
             fe.save_pretrained(model, "averages")
 
-    After an update, ``average = d * average + (1 - d) * weights`` with the decay ``d`` of that
-    update. The averages begin with the weights at construction. Frozen parameters have no average.
+    Each update computes ``average = d * average + (1 - d) * weights``, where ``d`` is the decay of
+    that update. The averages start as the weights at construction. Frozen parameters have none.
 
-    ``fe.Checkpointer(..., extra={"ema": ema})`` saves and restores it, also on other numbers of
-    ranks and at other levels.
+    ``fe.Checkpointer(..., extra={"ema": ema})`` saves and restores the averages, also with another
+    number of ranks or other levels.
 
     Args:
-        engine: The engine of the model, with values.
-        decay: ``d``, in [0, 1).
-        every: Every ``every``-th call of :meth:`update` updates the averages; others do nothing.
-        dtype: The dtype of the averages. None: that of the main weights, and fp32 for those of 16
-            bits, since in 16 bits a step of ``1 - d`` of the difference rounds to nothing.
+        engine: The engine of the model. All parameters must have values.
+        decay: The decay ``d``, in [0, 1).
+        every: Update the averages on every ``every``-th call of ``update``; other calls do nothing.
+        dtype: The dtype of the averages. None: the dtype of the main weights, but at least fp32:
+            in 16 bits, adding ``1 - d`` of the difference rounds to no change.
         warmup: Use ``d = min(decay, (1 + n) / (10 + n))`` for update ``n`` = 0, 1, ..., so that
             early weights are soon forgotten (TensorFlow's ``ExponentialMovingAverage`` with
             ``num_updates``).
-        average_buffers: Average the model's floating-point buffers, too (the running statistics of
-            batch normalization). False: within :meth:`swapped` the model keeps its current buffers.
+        average_buffers: Also average the model's floating-point buffers (e.g. BatchNorm's running
+            statistics). False: within ``swapped`` the model keeps its current buffers.
 
     Attributes:
-        decay, every, warmup: See the arguments.
+        decay, every, warmup: The arguments.
         num_updates: Number of updates so far.
 
     Raises:
@@ -113,10 +113,10 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages towards the weights. To be called after each step of the optimizer.
+        """Move the averages towards the weights. Call it after each optimizer step.
 
         Raises:
-            RuntimeError: It was called within :meth:`swapped`.
+            RuntimeError: ``update`` is called within ``swapped``.
         """
         self._check_not_swapped("EMA.update()")
         self._num_calls += 1
@@ -132,16 +132,17 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Context within which the model's weights are the averages: for evaluation, and to save
-        them. Afterwards the model has its trained weights again, bit for bit. Collective: all ranks
+        """Context within which the averages are the model's weights, to evaluate or save them.
+        Afterwards the model has its trained weights again, bit for bit. Collective: all ranks
         enter it together.
 
-        Nothing may be trained within. Memory: where averages and main weights have one dtype, a
-        copy of one flat buffer; else a copy of this rank's main weights.
+        Training within the context is not allowed. Temporary memory: if averages and main weights
+        have the same dtype, a copy of one flat buffer; otherwise a copy of this rank's main
+        weights.
 
         Raises:
             RuntimeError: A forward or a backward is running, or the context is entered twice.
-                Within it: an optimizer steps, or :meth:`update` is called.
+                Within the context: an optimizer steps, or ``update`` is called.
         """
         self._check_not_swapped("EMA.swapped()")
         engine = self._engine
@@ -158,16 +159,16 @@ class EMA:
                 stack.enter_context(average.in_model())
             for name, buffer in self._buffers.items():
                 stack.enter_context(_replaced(current[name], buffer))
-            _SWAPPED.add(self)
-            stack.callback(_SWAPPED.discard, self)
+            _SWAPPED.append(self)
+            stack.callback(_SWAPPED.remove, self)
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the averages and counts: sharded tensors by the names of their parameters, which
-        refer to the averages themselves, and plain buffers.
+        """Returns the averages, buffers and counts. The averages are sharded tensors by parameter
+        name; they share memory with this object.
 
         Raises:
-            RuntimeError: It was called within :meth:`swapped`.
+            RuntimeError: ``state_dict`` is called within ``swapped``.
         """
         self._check_not_swapped("EMA.state_dict()")
         shadow = {
@@ -178,11 +179,11 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned, of an average of the same parameters.
+        """Load a state dict that ``state_dict`` returned for the same parameters.
 
         Raises:
-            ValueError: Entries are missing or unexpected; names them. Nothing is loaded.
-            RuntimeError: It was called within :meth:`swapped`.
+            ValueError: An entry is missing or unexpected; names the entry. Nothing is loaded.
+            RuntimeError: ``load_state_dict`` is called within ``swapped``.
         """
         own = self.state_dict()
         for key in (_SHADOW, _BUFFERS):
@@ -216,7 +217,7 @@ class EMA:
             )
 
     def _model_buffers(self) -> dict[str, Tensor]:
-        """The floating-point buffers of the model by name."""
+        """Returns the floating-point buffers of the model by name."""
         return {
             name: buffer
             for name, buffer in self._engine.model.named_buffers()
@@ -224,20 +225,20 @@ class EMA:
         }
 
 
-# The averages that models have at the moment.
-_SWAPPED: weakref.WeakSet[EMA] = weakref.WeakSet()
+# The EMAs whose averages are currently in their models.
+_SWAPPED: list[EMA] = []
 
 
 def _refuse_averages(optimizer: Optimizer) -> None:
-    """Check, before a step of any optimizer, that it does not step averages."""
-    for each in list(_SWAPPED):
+    """Raise if a model that ``optimizer`` is about to step currently holds averages."""
+    for each in _SWAPPED:
         if each._engine.is_stepped_by(optimizer):
             each._check_not_swapped("optimizer.step()")
 
 
 @contextmanager
 def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
-    """Context within which ``tensor`` has other values."""
+    """Context within which ``tensor`` holds ``values``."""
     before = tensor.clone()
     with torch.no_grad():
         tensor.copy_(values)
@@ -249,14 +250,14 @@ def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
 
 
 class _Average:
-    """The averages of one buffer's parameters: this rank's shard, as its main weights.
+    """The averages of the parameters of one buffer: this rank's shard of its main weights.
 
     Args:
-        buffer: The buffer.
-        dtype: The dtype of the averages; see :class:`EMA`.
+        buffer: The buffer to average.
+        dtype: The dtype of the averages; see ``EMA``.
 
     Attributes:
-        by_name: The average of each parameter, sharded as the parameter is.
+        by_name: The average of each parameter, sharded like the parameter.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer, dtype: torch.dtype | None) -> None:
@@ -268,7 +269,7 @@ class _Average:
         if main.tensor.device == memory.device:
             self._flat = memory.persistent(main.tensor.numel(), dtype, _ROLE)
             weakref.finalize(self, memory.give_back, self._flat, _ROLE)
-        else:  # offloaded
+        else:  # The main weights are offloaded.
             self._flat = allocator.zeros(main.tensor.numel(), dtype, main.tensor.device)
         self._flat.copy_(main.tensor)
         depth = buffer.spec.optim_depth
@@ -281,7 +282,7 @@ class _Average:
             self.by_name[record.name] = like(param.detach(), local)
 
     def move_towards_main(self, weight: float) -> None:
-        """Add ``weight`` of the difference to the main weights."""
+        """Add ``weight * (main - average)`` to the averages."""
         main = self._buffer.weights.main.tensor
         if main.dtype == self._flat.dtype:
             self._flat.lerp_(main, weight)
@@ -290,12 +291,12 @@ class _Average:
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
-        """Context within which the main weights are the averages."""
+        """Context within which the main weights hold the averages."""
         main, average = self._buffer.weights.main.tensor, self._flat
         trained = main.clone()
         self._write(average)
         if trained.dtype == average.dtype:
-            # The averages' memory keeps the trained weights meanwhile.
+            # Store the trained weights in the memory of the averages until the context ends.
             average.copy_(trained)
             trained = average
         try:

@@ -1,4 +1,4 @@
-"""Gathers of parameters in few bytes an element, with scales."""
+"""Encodings that gather parameters in few bits per element, with scales."""
 
 from fsdp_engine.extensions.fp8.decoded_weights import DecodingCodec
 from fsdp_engine.extensions.fp8.float8 import Float8, Float8Codec

@@ -1,9 +1,9 @@
-"""Weights that are gathered in an encoding and decoded.
+"""Weights that are gathered in an encoding and decoded into the compute dtype.
 
-    main shard --encode--> wire shard --gather--> full wire --decode--> compute parameters
+    main shard --encode--> wire shard --all-gather--> full wire --decode--> compute parameters
 
-The full wire has memory while it is decoded. If parameters are not sharded, the decoded weights are
-held at rest, not the wire.
+The full wire has memory only while it is decoded. If parameters are not sharded, the decoded
+weights are kept at rest instead of the wire.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fsdp_engine.precision import ParamDtypes
 
 
 class DecodedWeights(Weights):
-    """See the module docstring."""
+    """Weights that are decoded after each gather. See the module docstring."""
 
     codec: DecodingCodec
 
@@ -80,7 +80,7 @@ class DecodedWeights(Weights):
 
     def _decode(self, chain: Chain, line: ShardedBuffer) -> None:
         codec, target, slots = self.codec, self._full.target, self._spec.layout.slots
-        # Not the parameters themselves: autograd would count decoding as a change in place.
+        # Decode into aliases: autograd would count writes to the parameters as in-place changes.
         outputs = [alias(target.full(index)) for index in range(len(slots))]
         offsets = [slot.offset for slot in slots]
 
@@ -94,14 +94,14 @@ class DecodedWeights(Weights):
 
 
 class DecodingCodec(ParamCodec):
-    """Base class of codecs whose full wire is decoded into the compute parameters. With
-    ``keeps_wire`` weights are encoded once after each change of main weights."""
+    """Base class of codecs whose full wire is decoded into the compute parameters. If
+    ``keeps_wire`` is set, weights are encoded once after each change of the main weights."""
 
     weights_class = DecodedWeights
 
     @abstractmethod
     def decode(self, wire: Tensor, offsets: Sequence[int], params: Sequence[Tensor]) -> None:
-        """Decode the full wire; parameter ``i`` lies at ``offsets[i]``."""
+        """Decode the full wire. Parameter ``i`` starts at ``offsets[i]``."""
 
     def full_itemsize(self, dtypes: ParamDtypes) -> int:
         """See :class:`ParamCodec`."""

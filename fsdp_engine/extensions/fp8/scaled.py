@@ -1,19 +1,19 @@
-"""Base class of codecs that send parameters in few bytes an element, with scales.
+"""Base class of codecs that gather parameters in few bits per element, with scales.
 
     main --amax, reduced over the ranks--> scales     main / scale --round--> wire --all-gather-->
     wire * scale --> full parameters in the compute dtype
 
-A *scale* serves a tensor, a row, or a block of 128 x 128 elements, of the parameter seen as a
-matrix (``shape[0]`` rows). ``scale = amax / largest``, ``largest`` being the largest number of the
-encoding, or the next power of two. Scales are kept beside the flat buffer, in full on every rank:
-the amaxes of a buffer are reduced in one message, so shards may begin at any element, and every
+A *scale* applies to a tensor, a row, or a block of 128 x 128 elements of the parameter, seen as a
+matrix with ``shape[0]`` rows. ``scale = amax / largest``, where ``largest`` is the largest number
+of the encoding, optionally rounded up to a power of two. Every rank keeps all scales beside the flat
+buffer. One collective reduces the amaxes of a buffer, so shards may start at any element, and every
 rank computes the scales, and so the bytes, of the unsharded parameter.
 
-A subclass of :class:`ScaledCodec` gives ``largest``, ``encoded_dtype`` (of another size than one
-byte with ``wire_dtype``) and :meth:`~ScaledCodec.to_encoded`; a subclass of :class:`ScaledEncoding`
-is its rule for ``fe.shard(extensions=...)``. ``float8.py`` is one, the int8 codec of
-``tests/extensions/fp8/int8_codec.py`` another. NaN and Inf pass through the scale: a scale that is
-NaN or Inf makes all elements that share it NaN.
+A subclass of :class:`ScaledCodec` defines ``largest``, ``encoded_dtype`` (and ``wire_dtype``, if an
+element is not one byte) and :meth:`~ScaledCodec.to_encoded`. A subclass of :class:`ScaledEncoding`
+is its rule for ``fe.shard(extensions=...)``. Examples are ``float8.py`` and the int8 codec of
+``tests/extensions/fp8/int8_codec.py``. The scale propagates NaN and Inf: a scale that is NaN or Inf
+makes all elements that share it NaN.
 """
 
 from __future__ import annotations
@@ -38,32 +38,32 @@ from fsdp_engine.precision import ParamDtypes
 
 BLOCK = 128
 GRANULARITIES = ("tensor", "row", "block")
-# Elements that are widened to fp32 at a time: 64 MiB, whatever the size of a matrix.
+# Number of elements that are converted to fp32 at a time: 64 MiB, whatever the matrix size.
 CHUNK = 1 << 24
-# The smallest scale: below it fp32 loses bits. Elements below ``largest`` times this become zero.
+# Smallest scale: fp32 is denormal below. Elements below `largest` times this scale become zero.
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 
 @dataclass(frozen=True)
 class ScaledEncoding(EngineExtension):
-    """Base class of rules: which parameters a :class:`ScaledCodec` encodes, and how.
+    """Base class of rules that select the parameters that a ``ScaledCodec`` encodes.
 
-    The rule takes floating-point parameters of two dims and more. Norms, biases and other vectors
-    travel in the compute dtype.
+    The rule applies to floating-point parameters of at least two dimensions. Norms, biases and
+    other vectors are gathered in the compute dtype.
 
     Args:
-        granularity: "tensor", "row" or "block" (128 x 128): the elements that share a scale.
-        power_of_two_scales: round scales up to powers of two.
-        exclude: patterns of names of parameters that are left to the next rule; behind the last one
-            they travel in the compute dtype.
+        granularity: Elements that share a scale: "tensor", "row" or "block" (128 x 128).
+        power_of_two_scales: Round scales up to powers of two.
+        exclude: Patterns of names of parameters that this rule does not encode. The next rule
+            applies to them; without one, they are gathered in the compute dtype.
 
     Raises:
-        ValueError: ``granularity`` is none of these.
+        ValueError: ``granularity`` is unknown.
         TypeError: ``exclude`` is not a tuple of strings.
 
     Attributes:
-        codec: class of the codec.
-        label: name of the encoding; the same for equal codecs only.
+        codec: Class of the codec.
+        label: Name of the encoding. Different codecs must have different labels.
     """
 
     codec: ClassVar[type[ScaledCodec]]
@@ -90,7 +90,7 @@ class ScaledEncoding(EngineExtension):
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
     ) -> tuple[str, Callable[[], ParamCodec]] | None:
-        """The codec of a parameter, if this rule is for it."""
+        """Returns the key of a parameter's codec and a function that makes it; None: no codec."""
         if param.ndim < 2 or not param.is_floating_point():
             return None
         if any(compile_pattern(pattern).fullmatch(name) for pattern in self.exclude):
@@ -101,7 +101,7 @@ class ScaledEncoding(EngineExtension):
 
 @dataclass(frozen=True)
 class _Grid:
-    """A parameter as a matrix, and where its scales lie among those of the buffer."""
+    """A parameter as a matrix, and the range of its scales among those of the buffer."""
 
     rows: int
     columns: int
@@ -114,20 +114,20 @@ class _Grid:
         return self.first + self.scale_rows * self.scale_columns
 
     def of(self, scales: Tensor) -> Tensor:
-        """This parameter's scales, (scale_rows, scale_columns)."""
+        """Returns the scales of this parameter, of shape (scale_rows, scale_columns)."""
         return scales[self.first : self.stop].view(self.scale_rows, self.scale_columns)
 
 
 class ScaledCodec(DecodingCodec):
-    """Base class of codecs with scales; see the module docstring. One object serves one buffer.
+    """Base class of codecs with scales; see the module docstring. An object encodes one buffer.
 
     Attributes:
-        largest: the largest number of the encoding; scales are ``amax / largest``.
-        encoded_dtype: dtype of encoded elements, of the size of ``wire_dtype``.
+        largest: Largest number of the encoding; scales are ``amax / largest``.
+        encoded_dtype: Dtype of encoded elements; has the size of ``wire_dtype``.
     """
 
     wire_dtype = torch.uint8
-    keeps_wire = True  # encoding communicates
+    keeps_wire = True  # because encoding needs a collective
     largest: float
     encoded_dtype: torch.dtype
 
@@ -142,8 +142,8 @@ class ScaledCodec(DecodingCodec):
         """Round to ``encoded_dtype``.
 
         Args:
-            scaled: fp32, of any shape, within ``[-largest, largest]`` or NaN. Where it is NaN, the
-                scale is NaN or Inf, and the result may be any number.
+            scaled: fp32 tensor of any shape with elements in ``[-largest, largest]`` or NaN. A NaN
+                means that the scale is NaN or Inf; its result may be any number.
         """
 
     def converted(self, dtypes: ParamDtypes) -> ScaledCodec:
@@ -157,7 +157,7 @@ class ScaledCodec(DecodingCodec):
 
     @property
     def scales(self) -> Tensor:
-        """All scales of the buffer, fp32, 1-D, the same on every rank."""
+        """All scales of the buffer: fp32, 1-D, equal on every rank."""
         return self._scales
 
     def prepare(
@@ -181,22 +181,22 @@ class ScaledCodec(DecodingCodec):
         self._scales = allocator.zeros(first, torch.float32, device)
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """See :class:`ParamCodec`; one message of amaxes for each axis that cuts the weights."""
+        """See :class:`ParamCodec`. Reduces the amaxes once for each axis that shards weights."""
         (wire,) = wires
         amax = self._scales
         amax.zero_()
         for piece in self._pieces:
             self._note_amax(piece, main, amax)
-        # The maximum of floats loses NaN, over gloo as over NCCL; that of their bits does not: bits
-        # of non-negative numbers are ordered like the numbers, those of NaN are the largest. A
-        # kernel may set the sign bit of a NaN.
+        # The maximum of floats loses NaN, in gloo as in NCCL. The maximum of their bits does not:
+        # the bits of non-negative floats have the order of the floats, and NaN has the largest
+        # bits. The sign is masked because a kernel may set the sign bit of a NaN.
         bits = amax.view(torch.int32).bitwise_and_(0x7FFFFFFF)
         for group in self._groups:
             yield from max_steps(bits, group)
         amax.div_(self.largest)
         if self._options.power_of_two_scales:
             torch.exp2(torch.ceil(torch.log2(amax)), out=amax)
-        # A parameter of zeros has a scale, too; NaN stays NaN.
+        # Avoid a zero scale for parameters of zeros. NaN stays NaN.
         amax.clamp_(min=_LEAST_SCALE)
         for piece in self._pieces:
             grid = self._grids[piece.index]
@@ -229,8 +229,8 @@ class ScaledCodec(DecodingCodec):
         return -(-rows // BLOCK), -(-columns // BLOCK)
 
     def _matrix(self, piece: Piece, grid: _Grid, main: Tensor) -> tuple[Tensor, int]:
-        """The rows that ``piece`` touches, in fp32, zeros where other ranks hold them; and how many
-        elements of the first row are theirs."""
+        """Returns the rows that ``piece`` overlaps, in fp32 with zeros for elements of other ranks,
+        and the number of such elements before the piece in the first row."""
         count = piece.stop - piece.start
         part = main[piece.offset : piece.offset + count]
         skipped = piece.start % grid.columns
@@ -259,7 +259,7 @@ class ScaledCodec(DecodingCodec):
             target.scatter_reduce_(0, blocks.unsqueeze(1).expand_as(by_row), by_row, "amax")
 
     def _spread(self, grid: _Grid, first: int, stop: int) -> Tensor:
-        """Scales of rows ``first`` to ``stop``, to be broadcast over their elements."""
+        """Returns the scales of rows ``first`` to ``stop``, broadcastable over their elements."""
         scales = grid.of(self._scales)
         if self._options.granularity == "tensor":
             return scales
@@ -274,7 +274,7 @@ def _rows_at_once(grid: _Grid) -> int:
 
 
 def _parts(piece: Piece, grid: _Grid) -> Iterator[Piece]:
-    """``piece`` in pieces of at most so many rows as are widened at once."""
+    """Split ``piece`` into pieces of at most as many rows as are converted at a time."""
     start = piece.start
     while start < piece.stop:
         end = (start // grid.columns + _rows_at_once(grid)) * grid.columns

@@ -1,11 +1,11 @@
-"""Batches of ranks whose loaders end at different times.
+"""Batches of ranks whose loaders have different lengths.
 
 [Note: One batch ahead]
-Every rank reads a batch ahead of the one that it trains, and sends whether there was one. The
-message is sent before a batch is trained and read after it, so no rank waits for it longer than for
-the slowest rank's step. A rank that has run out trains its last batch once more, with weight 0,
-until all have run out: collectives of the step find every rank. A rank whose loader has no batch at
-all is sent the first one of another rank.
+Every rank reads one batch ahead of the batch that it trains, and sends whether there was one. The
+message is sent before a batch is trained and read afterwards, so it adds no wait beyond that for
+the slowest rank's step. A rank whose loader has ended trains its last batch again with weight 0
+until all loaders have ended, because the collectives of a step need every rank. A rank whose loader
+has no batch at all receives the first batch of another rank.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WHAT = "even_batches()"
 
 
 class EvenBatch(NamedTuple, Generic[T]):
-    """A batch of a rank, in a step that all ranks take.
+    """A batch of one rank, in a step that all ranks run.
 
     Attributes:
-        batch: The batch of this rank's loader, or of another rank's if it has none.
-        is_repeated: this rank has run out, and others have not.
-        num_ranks: ranks that have not.
+        batch: The batch of this rank's loader, or of another rank's loader if this one is empty.
+        is_repeated: Whether this rank's loader has ended while another one has not.
+        num_ranks: Number of ranks whose loader has not ended.
     """
 
     batch: T
@@ -42,12 +42,12 @@ class EvenBatch(NamedTuple, Generic[T]):
 
 
 class _Loaded(NamedTuple):
-    """What ranks read from their loaders.
+    """Results of reading one batch from the loader of each rank.
 
     Attributes:
-        has: a batch was read; by rank.
-        lacks: a loader has ended.
-        failed: a loader has raised.
+        has: For each rank, whether it read a batch.
+        lacks: Whether the loader of any rank has ended.
+        failed: Whether the loader of any rank raised an exception.
     """
 
     has: list[bool]
@@ -56,12 +56,12 @@ class _Loaded(NamedTuple):
 
 
 class _Reader:
-    """Reads a loader.
+    """Reads batches from a loader.
 
     Attributes:
-        has_batch: the last read found one.
-        batch: the last one.
-        error: The error of the loader, where it failed.
+        has_batch: Whether the last read returned a batch.
+        batch: The last batch.
+        error: The exception of the loader, if it raised one.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -81,11 +81,11 @@ class _Reader:
             self.batch = next(self._batches)
         except StopIteration:
             self.has_batch = False
-        except Exception as error:  # the user's loader can raise any
+        except Exception as error:  # The loader of the user can raise any exception.
             self.has_batch, self.error = False, error
 
     def message(self, rank: int, num_ranks: int) -> bytearray:
-        """What :func:`_read_message` reads, after the maximum over ranks."""
+        """Returns this rank's message; its maximum over ranks goes to :func:`_read_message`."""
         content = bytearray(num_ranks + 2)
         content[rank] = self.has_batch
         content[-2] = not self.has_batch and self.error is None
@@ -101,15 +101,15 @@ def _read_message(content: list[int]) -> _Loaded:
 def even_batches(
     engine: Engine, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[tuple[T, float]]:
-    """Iterate over batches, on all ranks as often as on the rank that has most. Collective.
+    """Iterate over batches, on every rank as often as on the rank with most batches. Collective.
 
-    A rank that has run out repeats its last batch with weight 0; one that has none at all gets
-    a copy of another rank's first. Each rank reads one batch ahead, so that whether there is
-    another one is known without waiting. Weight 0 takes a batch out of the loss alone: modules
-    that update buffers in training (BatchNorm's running statistics) see it once more. Use
-    ``drop_last=True`` with them, or ``eval()`` where the weight is 0.
+    A rank whose loader has ended repeats its last batch with weight 0. A rank whose loader is empty
+    gets a copy of another rank's first batch. Each rank reads one batch ahead, so no rank
+    waits to know whether there is another batch. Weight 0 removes a batch only from the loss:
+    modules that update buffers in training (BatchNorm's running statistics) process it again. With
+    such modules use ``drop_last=True``, or call ``eval()`` when the weight is 0.
 
-    Example: a mean that is exact whatever the batches' sizes::
+    Example: an exact mean for batches of any sizes::
 
         for batch, weight in engine.even_batches(loader):
             loss, count = loss_sum_of(model, batch)
@@ -117,16 +117,18 @@ def even_batches(
 
     Args:
         engine: The engine of the model.
-        loader: The loader of this rank; it can have another number of batches on each rank, or
-            none.
-        drop_last: end with the rank that has fewest instead; no batch is repeated.
+        loader: The loader of this rank. The number of batches may differ between ranks and may
+            be 0.
+        drop_last: End when the shortest loader ends; no batch is repeated.
 
     Yields:
-        (batch, weight): weight is 1.0, or 0.0 for a batch that is repeated.
+        The batch and its weight: 1.0, or 0.0 for a repeated batch.
 
     Raises:
-        Exception: on all ranks, after the batches before it: a rank's loader raised.
-        ValueError: on all ranks: a rank has no batch, and ``torch.save`` refuses another's.
+        Exception: The loader of a rank raised an exception. Raised on all ranks, after the batches
+            before it.
+        ValueError: A loader is empty and ``torch.save`` cannot save another rank's batch. Raised on
+            all ranks.
     """
     for each in even_steps(engine, loader, drop_last=drop_last):
         yield each.batch, float(not each.is_repeated)
@@ -135,16 +137,16 @@ def even_batches(
 def even_steps(
     engine: Engine, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[EvenBatch[T]]:
-    """As :func:`even_batches`, for loops that need to know how many ranks have a batch.
+    """Iterate like ``even_batches``, also yielding how many ranks have a batch.
 
     Args:
-        engine, loader, drop_last: see :func:`even_batches`.
+        engine, loader, drop_last: See ``even_batches``.
 
     Yields:
-        The batch, whether it is repeated, and the number of ranks whose batch is not.
+        The batch, whether it is repeated, and the number of ranks whose batch is not repeated.
 
     Raises:
-        Exception, ValueError: see :func:`even_batches`.
+        Exception, ValueError: See ``even_batches``.
     """
     ranks, before_message = engine.ranks, engine.await_ranks
     reader, message = _Reader(loader), HostMessage(_WHAT, ranks)
@@ -169,10 +171,10 @@ def even_steps(
 
 
 def _share_first(reader: _Reader, ranks: Ranks, source: int) -> None:
-    """Give the batch of rank ``source`` to ranks that have none. Collective.
+    """Send the batch of rank ``source`` to the ranks that have none. Collective.
 
     Raises:
-        ValueError: it does not pickle; on all ranks.
+        ValueError: ``torch.save`` cannot save the batch. Raised on all ranks.
     """
     content, error = b"", None
     if ranks.rank == source:
@@ -180,7 +182,7 @@ def _share_first(reader: _Reader, ranks: Ranks, source: int) -> None:
         try:
             torch.save(reader.batch, file)
             content = file.getvalue()
-        except Exception as caught:  # objects of the user's raise any
+        except Exception as caught:  # Pickling the user's objects can raise any exception.
             error = ValueError(
                 "loader: expected at least one batch on each rank, or batches that torch.save "
                 "takes, of which ranks without one are sent a copy; found a rank without one, and "

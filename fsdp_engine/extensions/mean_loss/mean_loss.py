@@ -1,12 +1,12 @@
-"""The mean loss over the samples of all ranks and microbatches, which may have different numbers.
+"""Mean loss over the samples of all ranks and microbatches, whose numbers of samples may differ.
 
-Backward runs on the sum of a microbatch's losses. Reduced gradients are then those of the sum over
-all ranks and microbatches, divided by the number of ranks; the engine multiplies them with
-``ranks / samples``. The number of samples is added over the ranks once a step, in a message of
-four elements that is sent with the step's last reductions.
+Backward runs on the sum of the losses of a microbatch. The reduced gradients are then those of the
+sum over all ranks and microbatches, divided by the number of ranks; the engine multiplies them by
+``ranks / samples``. The number of samples is summed over the ranks once per step, in a message of
+four elements that is sent along with the last reductions of the step.
 
-All losses of a step must be results of ``mean_loss()``, or none, on all ranks. If there are both,
-that message says so. On a CPU all ranks raise; the host does not wait for an accelerator, where
+In a step, all losses on all ranks must be results of ``mean_loss()``, or none. The message detects
+a mixture. On a CPU all ranks then raise. The host does not wait for an accelerator, so there the
 reduced gradients become NaN.
 """
 
@@ -39,21 +39,21 @@ _WHAT = "mean_loss()"
 
 @dataclass
 class _StepLosses:
-    """The losses of one step, from its first microbatch until its gradients are reduced.
+    """Losses of one step, from its first microbatch until its gradients are reduced.
 
     Attributes:
-        totals: The totals of the microbatches whose backward has begun: the sum of their losses,
-            the number of their samples, their own number, and 1 if there was a backward of another
-            loss, fp64; of this rank, and from ``work`` on of all.
-        buffers: the trainable ones.
-        divisor: backward runs on sums that are divided by this power of two: in fp16, sums would
-            overflow.
-        num_reached: microbatches whose backward has begun.
-        is_over: gradients are reduced, or were cleared.
-        work: the message that adds over the ranks.
-        covers_backwards: backwards of the model belong to the loss that was reached last: they
-            begin within its backward or, if none did, follow it (from cached representations).
-        has_begun: one began within it.
+        totals: Four fp64 elements, summed over the microbatches whose backward has started: losses,
+            samples, microbatches, and 1 if there was a backward of another loss. They are those of
+            this rank, and of all ranks once ``work`` is done.
+        buffers: The buffers of trainable parameters.
+        divisor: Power of two by which sums are divided before backward, since sums would overflow
+            in fp16.
+        num_reached: Number of microbatches whose backward has started.
+        is_over: Whether the gradients are reduced or were cleared.
+        work: The all-reduce of ``totals``.
+        covers_backwards: Whether backwards of the model belong to the loss that was reached last.
+            They start within its backward or, if none did, after it (from cached representations).
+        has_begun: Whether a backward of the model started within the backward of that loss.
     """
 
     totals: Tensor
@@ -66,10 +66,10 @@ class _StepLosses:
     has_begun: bool = False
 
     def reached(self, added: Tensor, grad: Tensor) -> None:
-        """Backward has begun with the loss of a microbatch, ``added`` to the totals.
+        """Add a microbatch to the totals when the backward of its loss starts.
 
         Raises:
-            RuntimeError: gradients of an earlier step are not cleared, or this step is over.
+            RuntimeError: Gradients of an earlier step are not cleared, or this step is over.
         """
         if self.is_over:
             raise RuntimeError(
@@ -78,7 +78,7 @@ class _StepLosses:
                 "zero_grad_buffer() or reset(). Call mean_loss() again"
             )
         if all(buffer.published.are_cleared_or_zeroed for buffer in self.buffers):
-            self.totals.zero_()  # of microbatches whose gradients the user has dropped
+            self.totals.zero_()  # The user has dropped the gradients of the earlier microbatches.
         elif not self.num_reached:
             raise RuntimeError(
                 "backward of mean_loss(): expected cleared gradients before a step's first "
@@ -95,9 +95,9 @@ class _StepLosses:
 
 
 class MeanLoss(Tensor):
-    """A result of ``mean_loss()``, alone or multiplied: no other loss can be added to it.
+    """A result of ``mean_loss()``, possibly multiplied. No other loss can be added to it.
 
-    The engine divides all gradients of a step, and those of a term that is added here, too.
+    The engine divides all gradients of a step, so it would also divide those of the other loss.
     """
 
     @classmethod
@@ -109,14 +109,14 @@ class MeanLoss(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.backward:  # whose `inputs` are no terms, but tensors of other classes
+        if func is Tensor.backward:  # Its `inputs` are not terms of the loss.
             with torch._C.DisableTorchFunctionSubclass():
                 loss = args[0].as_subclass(Tensor)
             return func(loss, *args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             cls._check_terms(func, tree_leaves((args, kwargs)))
             if any(not issubclass(each, cls) for each in types):
-                return NotImplemented  # for the other class to handle, as for sharded tensors
+                return NotImplemented  # The other class handles the call, e.g. sharded tensors.
             result = func(*args, **kwargs)
             if type(result) is Tensor and result.requires_grad and func not in _PLAIN:
                 return result.as_subclass(cls)
@@ -135,20 +135,20 @@ class MeanLoss(Tensor):
                 )
 
 
-# Functions whose result is as it was stored.
+# Functions that return a stored tensor, such as `.grad`. Their result is returned unchanged.
 _PLAIN = get_default_nowrap_functions()
 
 
 class MeanLosses(GradientObserver):
-    """See the module docstring.
+    """The mean losses of one engine. See the module docstring.
 
     Args:
         engine: The engine of the model.
 
     Attributes:
-        last: the mean of the last step that had one, 0-d, fp32; None before the first.
-        weight: The weight of microbatches; their sums and numbers are multiplied by it.
-        num_calls: how often :meth:`add` was called.
+        last: Mean loss of the last step that had one, 0-d, fp32. None before the first one.
+        weight: Weight of microbatches, by which their loss sums and counts are multiplied.
+        num_calls: Number of calls of :meth:`add`.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -164,7 +164,7 @@ class MeanLosses(GradientObserver):
 
     @property
     def has_divisor(self) -> bool:
-        """Whether ranks have agreed on a divisor; the first :meth:`add` is collective."""
+        """Whether the ranks have agreed on a divisor. They do in the first :meth:`add`."""
         return self._divisor is not None
 
     def add(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class MeanLosses(GradientObserver):
             number = 0.0 if error is not None else float(count)
             group = self._mesh.control_group
             largest = max(agree(_WHAT, error or _not_a_number(number), group, number))
-            # The same on all ranks, and exact, since it is a power of two.
+            # Equal on all ranks. Dividing by it is exact, since it is a power of two.
             self._divisor = 2.0 ** round(math.log2(max(1.0, largest)))
         if error is not None:
             raise error
@@ -192,10 +192,10 @@ class MeanLosses(GradientObserver):
         return loss.as_subclass(MeanLoss)
 
     def begin_backward(self) -> None:
-        """A backward of the model begins.
+        """Record that a backward of the model starts.
 
         Raises:
-            RuntimeError: it is not one of a mean loss, and the step has gradients of mean losses.
+            RuntimeError: The loss is not a mean loss, but the step has gradients of mean losses.
         """
         step = self._step
         if step is None or not step.num_reached:
@@ -203,9 +203,9 @@ class MeanLosses(GradientObserver):
             return
         if step.covers_backwards:
             step.has_begun = True
-            self._has_others = False  # their gradients are cleared
+            self._has_others = False  # The gradients of other losses were cleared.
         elif all(buffer.published.are_cleared_or_zeroed for buffer in self._buffers):
-            self.discard()  # the user has dropped the gradients of the mean losses
+            self.discard()  # The user has dropped the gradients of the mean losses.
             self._has_others = True
         else:
             raise RuntimeError(
@@ -216,10 +216,10 @@ class MeanLosses(GradientObserver):
             )
 
     def check_last(self, units: Sequence[Unit]) -> None:
-        """Refuse a step of which gradients of some units are left accumulated.
+        """Check that the last backward of a step leaves no gradients unreduced.
 
         Raises:
-            RuntimeError: there are such units; names one.
+            RuntimeError: Gradients of some units would stay unreduced; names a unit.
         """
         if units and self._step is not None:
             raise RuntimeError(
@@ -229,10 +229,10 @@ class MeanLosses(GradientObserver):
             )
 
     def issued(self) -> None:
-        """Begin to add over the ranks."""
+        """Start to sum the totals over the ranks."""
         if self._divisor is None:
-            return  # as on all ranks
-        # A rank without a microbatch takes part, and learns that others had some.
+            return  # No rank has called mean_loss().
+        # A rank without a microbatch takes part, and learns that other ranks had some.
         step = self._step = self._step or self._begin_step()
         if self._has_others:
             step.totals[3] = 1
@@ -240,11 +240,11 @@ class MeanLosses(GradientObserver):
             step.work = start_all_reduce(step.totals, self._mesh.control_group, "sum")
 
     def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
-        """Make gradients those of the mean: zero, if there were no samples.
+        """Scale the gradients to those of the mean. They become zero if there were no samples.
 
         Raises:
-            RuntimeError: there are gradients of a rank's slice alone; names a parameter. Or, on a
-                CPU, some ranks had other losses.
+            RuntimeError: A gradient comes from a penalty on sharded parameters; names the
+                parameter. Or, on a CPU, some ranks had other losses.
         """
         step = self._step
         self.discard()
@@ -257,7 +257,7 @@ class MeanLosses(GradientObserver):
         if step.num_reached:
             _check_penalties(self._buffers)
         total, count, num_losses, num_others = step.totals.unbind()
-        is_mean = num_losses > 0  # else no rank has called mean_loss() in this step
+        is_mean = num_losses > 0  # False if no rank has called mean_loss() in this step
         is_mixed = is_mean & (num_others > 0)
         if is_mixed.device.type == "cpu" and is_mixed:
             raise RuntimeError(
@@ -270,10 +270,10 @@ class MeanLosses(GradientObserver):
         self.last = torch.where(is_mean, (total / count).float(), before)
         inverse = torch.where(count > 0, step.divisor / count, 0.0)
         inverse = torch.where(is_mixed, torch.nan, inverse)
-        factors: dict[float, Tensor] = {}  # by number of ranks: one, as a rule
+        factors: dict[float, Tensor] = {}  # by number of ranks; usually a single one
         for buffer in self._buffers:
             assert buffer.grads is not None
-            # Experts are divided by the number of all ranks, of which theirs are some.
+            # Gradients of experts are divided by the number of all ranks, not that of their mesh.
             ranks = buffer.grads.divisor * self._mesh.size / buffer.mesh.size
             if ranks not in factors:
                 factors[ranks] = torch.where(is_mean, inverse * ranks, 1.0)
@@ -281,7 +281,7 @@ class MeanLosses(GradientObserver):
         return used
 
     def discard(self) -> None:
-        """The step is over."""
+        """End the step."""
         if self._step is not None:
             self._step.is_over = True
         self._step = None
@@ -294,32 +294,31 @@ class MeanLosses(GradientObserver):
 
 
 def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor:
-    """Returns a 0-d tensor to call ``backward()`` on: reduced gradients will be those of the
-    mean over the samples of all ranks and all microbatches of the step.
+    """Returns a 0-d tensor to call ``backward()`` on. The reduced gradients will be those of the
+    mean loss over the samples of all ranks and all microbatches of the step.
 
-    The mean of the ranks' means, which backward of a mean gives, is another one where numbers
-    of samples (or tokens) differ. Call it once a microbatch, on every rank, before the
-    microbatch's backward; the first call is collective. The value of the tensor is no mean:
-    :attr:`last_mean_loss` is. All of a microbatch's loss belongs into the sum: a term ``c``
-    that is no mean over samples as ``count * c``. Microbatches whose backward does not run, or
-    whose gradients are cleared, do not count. The result can be multiplied by numbers and added
-    to other results. Parameters of the loss outside of this engine get gradients of sums, not
-    of means.
+    Backward of each rank's own mean would give the mean of means, which differs if the numbers of
+    samples (or tokens) differ. Call this function once per microbatch, on every rank, before the
+    backward of the microbatch; the first call is collective. The value of the tensor is not the
+    mean: see ``last_mean_loss``. Include the complete loss of a microbatch in the sum; multiply a
+    term ``c`` that is not a mean over samples by the count (``count * c``). Microbatches whose
+    backward does not run, or whose gradients are cleared, do not count. The result can be
+    multiplied by numbers and added to other results. Parameters outside of this engine get
+    gradients of the sum, not of the mean.
 
     Args:
         engine: The engine of the model.
-        loss_sum: one element that requires grad: the sum of the losses of this rank's samples
-            in this microbatch.
-        count: their number, a number or a tensor of one element, which is not waited for. 0: a
-            batch that does not count.
+        loss_sum: One element that requires grad: the sum of the losses of this rank's samples in
+            this microbatch.
+        count: Number of samples, as a number or a tensor of one element, which causes no host sync
+            after the first call. 0 for a batch that does not count.
 
     Raises:
-        ValueError: other shapes, or a negative or infinite number.
-        RuntimeError: within a pipeline, of which other ranks compute the loss. Of backward:
-            gradients of an earlier step are not cleared, the step of the result is over,
-            there is a penalty that was computed with sharded parameters, or another loss in
-            the step, on this rank or on another one. Of an operation that adds another loss to
-            the result.
+        ValueError: A shape is wrong, or ``count`` is negative or infinite.
+        RuntimeError: The module is a pipeline stage, whose loss other ranks compute. Raised by
+            backward: gradients of an earlier step are not cleared; the step of the result is over;
+            the step has a penalty that was computed with sharded parameters, or another loss on
+            any rank. Raised by an operation that adds another loss to the result.
     """
     if engine.scheduler.microbatch is not None:
         raise RuntimeError(
@@ -339,15 +338,15 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
 
 @contextmanager
 def weighting_losses(engine: Engine, weight: float) -> Iterator[Callable[[], int]]:
-    """Context in which :func:`mean_loss` multiplies sums and numbers by ``weight``; for
-    trainers, whose users call it without knowing of batches that are repeated.
+    """Context in which ``mean_loss`` multiplies loss sums and counts by ``weight``. For trainers,
+    whose users call ``mean_loss`` without knowing which batches are repeated.
 
     Args:
         engine: The engine of the model.
         weight: The weight of the microbatch.
 
     Yields:
-        A function that returns how often :func:`mean_loss` was called in the context.
+        A function that returns the number of calls of ``mean_loss`` in the context.
     """
     losses = engine.extension(MeanLosses)
     before, losses.weight = losses.weight, weight
@@ -359,9 +358,9 @@ def weighting_losses(engine: Engine, weight: float) -> Iterator[Callable[[], int
 
 
 def _last_mean_loss(engine: Engine) -> Tensor | None:
-    """The mean loss of the last step whose microbatches called :func:`mean_loss`, over the
-    samples of all ranks and microbatches: 0-d, fp32, the same on all ranks; NaN without
-    samples. None before the first."""
+    """The mean loss of the last step with calls of ``mean_loss``, over the samples of all ranks
+    and microbatches: 0-d, fp32, equal on all ranks. NaN if there were no samples. None before the
+    first such step."""
     return engine.extension(MeanLosses).last
 
 

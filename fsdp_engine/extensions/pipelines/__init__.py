@@ -1,4 +1,4 @@
-"""Pipelines: several microbatches in progress, and weight gradients that come late."""
+"""Pipelines: several microbatches in flight, and weight gradients computed after backward."""
 
 from fsdp_engine.extensions.pipelines.microbatches import LateGradients, microbatches
 

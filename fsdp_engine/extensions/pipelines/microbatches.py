@@ -1,38 +1,38 @@
-"""Several microbatches in progress at a time, as in a pipeline.
+"""Schedules with several microbatches in flight, as in a pipeline.
 
     GPipe          F0 F1 F2 B0 B1 B2
     1F1B           F0 F1 B0 F2 B1 B2
     zero bubble    F0 F1 I0 F2 I1 W0 I2 W1 W2        I: gradients of inputs, W: of weights
 
 [Note: Several microbatches]
-The code that runs such a schedule names the microbatch of each forward and backward, and the last
-backward of the step. Without the former a unit's gradients would count as complete only when the
-backward is over, since the backwards of other microbatches are pending: all gradients of a stage
-would be staged at a time where gradients are sharded. Without the latter every
-backward would reduce all axes.
+The code that runs such a schedule passes the microbatch of each forward and backward, and whether a
+backward is the last one of the step. Without the microbatch, the gradients of a unit would be
+complete only at the end of the backward, because backwards of other microbatches are pending: where
+gradients are sharded, all gradients of a stage would be staged at the same time. If the
+last backward were unknown, every backward would reduce over all axes.
 
-Both parts of a split backward are calls of ``autograd.grad``, which accumulates nothing. Therefore
+Both parts of a split backward call ``autograd.grad``, which accumulates no gradients. Therefore
 
-- in the first part, of inputs, units are gathered and freed as in any backward, and nothing is
+- in the first part, for inputs, units are gathered and freed as in any backward, and nothing is
   reduced;
-- the second part processes the units in the order of their reductions. Each one is full while its
-  gradients are computed (functions of a weight, such as a cast or a parametrization, may read it;
-  so may those of other units, if a weight is used in both). The gradients are written into the
-  staging buffer as if autograd had accumulated them, and the unit is reduced.
+- the second part processes the units in the order of their reductions. Each unit is full while its
+  gradients are computed, since functions of a weight (a cast, a parametrization) may read it.
+  Other units are full as well if a gradient is computed through their weights. The gradients are
+  written into the staging buffer as if autograd had accumulated them, and the unit is reduced.
 
 If parameters are sharded, a unit is gathered three times for such a microbatch instead of twice.
 
 [Note: Late weight gradients]
-A module may compute the gradient of its input in backward, and those of its weights later, in
-``backward_dw()`` (Transformer Engine's modules with ``delay_wgrad_compute=True``). Such a module
+A module may compute the gradient of its input in backward, and the gradients of its weights later,
+in ``backward_dw()`` (Transformer Engine's modules with ``delay_wgrad_compute=True``). Such a module
 
 - marks the parameters: ``skip_backward_post_hook = True``;
-- takes callbacks by ``register_wgrad_accumulation_and_reduce_hooks(callback)`` and calls them,
-  without arguments, once ``.grad`` of its parameters is there.
+- accepts callbacks in ``register_wgrad_accumulation_and_reduce_hooks(callback)``, and calls them
+  without arguments once the gradients are in ``.grad`` of its parameters.
 
-Until then the unit's reduction and later reductions of the canonical order wait, and the full
-parameters stay in their modules (without memory if they are sharded), because the gradient is
-stored in their ``.grad``.
+Until then the reduction of the unit and later reductions of the canonical order wait. The full
+parameters stay installed in their modules (without memory if parameters are sharded), because the
+module stores the gradient in their ``.grad``.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ from fsdp_engine.runtime.unit import BACKWARD, Call, Unit
 
 
 class WeightGradients(NamedTuple):
-    """Gradients that are computed together.
+    """Weight gradients that are computed together.
 
     Attributes:
         params: The full parameters that get the gradients.
-        compute: adds them to ``.grad`` of ``params``.
+        compute: Adds the gradients to ``.grad`` of ``params``.
     """
 
     params: Sequence[nn.Parameter]
@@ -69,7 +69,7 @@ class WeightGradients(NamedTuple):
 
 
 class BackwardOfWeights(Backward):
-    """A backward that computes gradients of weights alone, in several runs of autograd.
+    """A backward that computes only weight gradients, in several runs of autograd.
 
     Args:
         scheduler: The scheduler of the engine.
@@ -89,7 +89,7 @@ class BackwardOfWeights(Backward):
         return False
 
     def use(self, unit: Unit, following: Unit | None = None) -> None:
-        """``unit`` is read from here on, and ``following`` next."""
+        """Gather ``unit``, whose weights are read from now on, and prefetch ``following``."""
         scheduler = self._scheduler
         if unit in self._read or not unit.buffers:
             return
@@ -104,7 +104,7 @@ class BackwardOfWeights(Backward):
         unit.enter()
 
     def gradients_came(self, unit: Unit) -> None:
-        """All gradients of ``unit`` have come."""
+        """Free ``unit``, all of whose gradients have been computed, and report it as ready."""
         if unit in self._read:
             self._read.remove(unit)
             unit.leave()
@@ -120,7 +120,7 @@ class BackwardOfWeights(Backward):
 
 
 class Microbatches:
-    """See the module docstring.
+    """Contexts for the forwards and backwards of microbatches. See the module docstring.
 
     Args:
         engine: The engine of the model.
@@ -137,7 +137,7 @@ class Microbatches:
 
     @property
     def full_params(self) -> list[nn.Parameter]:
-        """The leaves that graphs of forwards lead to; those that are frozen now left out."""
+        """The trainable full parameters, which are the leaves of autograd graphs."""
         return [
             param
             for unit in self._scheduler.units
@@ -148,40 +148,40 @@ class Microbatches:
 
     @contextmanager
     def forward(self, microbatch: Hashable) -> Iterator[None]:
-        """Within it, a forward of ``microbatch``."""
+        """Context within which a forward of ``microbatch`` runs."""
         with self._within(microbatch, last=True, inputs_only=False):
             yield
 
     @contextmanager
     def backward(self, microbatch: Hashable, *, last: bool) -> Iterator[None]:
-        """Within it, the backward of ``microbatch``.
+        """Context within which the backward of ``microbatch`` runs.
 
         Args:
-            microbatch: as its forward had it.
-            last: Whether this backward is the step's last one, unless an outer ``no_sync()`` denies
-                it.
+            microbatch: The microbatch that was passed for its forward.
+            last: Whether this backward is the last one of the step. Ignored in an outer
+                ``no_sync()``.
         """
         with self._within(microbatch, last=last, inputs_only=False):
             yield
 
     @contextmanager
     def backward_of_inputs(self, microbatch: Hashable) -> Iterator[None]:
-        """Within it, a backward of ``microbatch`` that brings no gradients of parameters."""
+        """Context within which ``microbatch`` runs a backward without weight gradients."""
         with self._within(microbatch, last=False, inputs_only=True):
             yield
 
     def backward_of_weights(
         self, microbatch: Hashable, gradients: Sequence[WeightGradients], *, last: bool
     ) -> None:
-        """The rest of the backward of ``microbatch``, whose inputs' gradients have come.
+        """Compute the weight gradients of ``microbatch`` after its input gradients.
 
         Args:
-            microbatch: as its forward had it.
-            gradients: what it brings.
-            last: see :meth:`backward`.
+            microbatch: The microbatch that was passed for its forward.
+            gradients: The weight gradients to compute.
+            last: See :meth:`backward`.
 
         Raises:
-            RuntimeError: a backward runs.
+            RuntimeError: A forward or backward is running.
         """
         scheduler = self._scheduler
         if not scheduler.is_at_rest:
@@ -192,7 +192,7 @@ class Microbatches:
         order = [scheduler.units[index] for index in reversed(scheduler.reductions.canonical_order)]
         turns = {unit.index: turn for turn, unit in enumerate(order)}
         todo: dict[int, list[WeightGradients]] = {}
-        # torch has them in an order that differs between steps, and so would the peak of memory.
+        # Sort them: torch's order differs between steps, and with it the peak of memory would.
         for each in sorted(gradients, key=self._last_place, reverse=True):
             units = [self._places[id(param)][0] for param in each.params]
             first = min(units, key=lambda unit: turns[unit.index])
@@ -210,7 +210,7 @@ class Microbatches:
             scheduler.end_backward()
 
     def _last_place(self, gradients: WeightGradients) -> tuple[int, int]:
-        """The number of the buffer and the index of the last parameter."""
+        """Returns the buffer number and the index of the last parameter in ``gradients``."""
         return max(self._places[id(param)][1:] for param in gradients.params)
 
     def _compute(
@@ -219,7 +219,7 @@ class Microbatches:
         places = sorted(
             (self._places[id(param)] for param in gradients.params), key=lambda place: place[1:]
         )
-        # Those of other units, too; in one order on all ranks.
+        # Also gather units that share a gradient with others, in the same order on all ranks.
         for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
             backward.use(unit)
         gradients.compute()
@@ -246,25 +246,25 @@ _REGISTER = "register_wgrad_accumulation_and_reduce_hooks"
 
 @dataclass(frozen=True)
 class LateGradients(EngineExtension):
-    """Modules may compute weight gradients after backward; see [Note: Late weight gradients]."""
+    """Allows modules to compute weight gradients late; see [Note: Late weight gradients]."""
 
     awaits_late_gradients = True
 
     def start(self, engine: Engine) -> None:
-        """Await the late gradients of ``engine``.
+        """Add hooks for the late gradients of ``engine``.
 
         Raises:
-            ValueError: see :func:`hook_delayed_gradients`.
+            ValueError: See :func:`hook_delayed_gradients`.
         """
         for unit in engine.units:
             hook_delayed_gradients(engine.scheduler, unit)
 
 
 def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
-    """Await the weight gradients that modules of ``unit`` put off.
+    """Add hooks for the weight gradients that modules of ``unit`` compute after backward.
 
     Raises:
-        ValueError: a parameter is marked, but none of its modules takes callbacks.
+        ValueError: A parameter is marked, but none of its modules accepts callbacks.
     """
     for buffer in unit.trainable:
         for index, param in enumerate(buffer.full_params):
@@ -284,10 +284,10 @@ def hook_delayed_gradients(scheduler: Scheduler, unit: Unit) -> None:
 
 
 class _Awaited:
-    """One parameter whose gradient arrives late.
+    """A parameter whose gradient is computed after backward.
 
     Attributes:
-        is_due: autograd has passed its module since the last gradient arrived.
+        is_due: Whether autograd has passed the module since the last gradient was computed.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class _Awaited:
         self.is_due = False
 
     def listen(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The module was called: see when its backward begins."""
+        """Forward hook of the module: add a hook to its output that fires in backward."""
         for tensor in iter_tensors(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._due)
@@ -313,7 +313,7 @@ class _Awaited:
             self._scheduler.begin_gradient(self._unit)
 
     def arrived(self) -> None:
-        """The module has computed the gradient."""
+        """Write the gradient that the module has computed into the gradients of its unit."""
         param = self._buffer.full_params[self._index]
         grad, param.grad = param.grad, None
         if not self.is_due or grad is None:
@@ -335,7 +335,7 @@ class _Awaited:
 
 
 def _microbatches(engine: Engine) -> Microbatches:
-    """For schedules that interleave several microbatches, as pipelines do."""
+    """Contexts for schedules that interleave several microbatches, as pipelines do."""
     return engine.extension(Microbatches)
 
 

@@ -1,19 +1,19 @@
-"""Stages of ``torch.distributed.pipelining`` whose modules are sharded.
+"""Stages of ``torch.distributed.pipelining`` with sharded modules.
 
-torch's own stage handles modules of ``DistributedDataParallel`` and FSDP2 and has no interface for
-others. The stage in this file passes the schedule's information to the engine: the microbatch that
-runs, whether a backward is the last one, and which part of a backward runs
+torch's own stage supports ``DistributedDataParallel`` and FSDP2 and has no interface for other
+modules. The stage in this file passes information of the schedule to the engine: the microbatch
+that runs, whether a backward is the last one, and which part of a backward runs
 ([Note: Several microbatches] in ``microbatches.py``).
 
 [Note: Received tensors]
-A message is received into a tensor. torch's stage has one for every message of a step from its
-first step on: for 64 microbatches of 8,192 tokens with 16,384 features in bf16, 32 GiB between two
-neighbours. Here a message has memory from when it is received to the end of the backward that uses
-it, so as many have memory as there are microbatches in flight; before and after, torch's record of
-it has a tensor on the meta device, of the same shape, strides and dtype, which the messages of all
-microbatches share. Schedules keep losses (and outputs, if the user wants them) to the end of the
-step. Their graphs would keep what the last stage has received, so they are detached after the
-backward, as torch does in backwards of inputs.
+A message is received into a tensor. torch's stage holds one such tensor for every message of a step
+from its first step on: for 64 microbatches of 8,192 tokens with 16,384 features in bf16, these are
+32 GiB between two neighbours. This stage allocates the tensor when the message is received and
+frees it after the backward that uses it, so there is one for each microbatch in flight. Before and
+after, torch's record of the message holds a meta tensor of the same shape, strides and dtype, which
+all microbatches share. Schedules keep losses (and outputs, if the user wants them) until the end of
+the step. Their graphs would keep the tensors that the last stage has received, so they are detached
+after the backward, as torch does in backwards of inputs.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class PipelineStage(stage.PipelineStage):
     Received tensors have memory only while a microbatch is in flight ([Note: Received tensors]).
 
     Raises:
-        ValueError: ``dw_builder`` is given for a sharded module, since the engine does not reduce
-            gradients that it computes later. Or only a part of the module is sharded; names it.
+        ValueError: ``dw_builder`` is given for a sharded module; the engine does not reduce the
+            gradients that it computes later. Or only part of the module is sharded; names the part.
     """
 
-    # Those of one microbatch.
+    # Meta tensors in place of the received tensors of one microbatch.
     _args_on_meta: tuple[Tensor | None, ...] = ()
     _grads_on_meta: tuple[Tensor | None, ...] = ()
 
@@ -71,12 +71,12 @@ class PipelineStage(stage.PipelineStage):
             engine.model_part = f"{self.stage_index} of {self.num_stages}"
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """The messages with the inputs of a microbatch's forward, as torch's stage has them."""
+        """Returns the receives of the inputs of a microbatch's forward, like torch's stage."""
         self._allocate(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """The messages with the gradients of a microbatch's outputs, as torch's stage has them."""
+        """Returns the receives of a microbatch's output gradients, like torch's stage."""
         if self.has_backward:
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -84,14 +84,14 @@ class PipelineStage(stage.PipelineStage):
     def set_local_bwd_input(
         self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int
     ) -> None:
-        """Take the gradients of a microbatch's outputs from a stage of this rank, as torch's stage
-        does."""
-        if any(each is None for each in next_stage_bwd_outputs):  # torch zeroes the tensor
+        """Set the gradients of a microbatch's outputs from a stage on the same rank, like torch's
+        stage."""
+        if any(each is None for each in next_stage_bwd_outputs):  # torch zeroes the tensor.
             self._allocate(self.grad_recv_info[mb_index])
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run one microbatch's forward, as torch's stage does."""
+        """Run the forward of one microbatch, like torch's stage."""
         found = self._microbatches
         with found.forward(fwd_chunk_id) if found else nullcontext():
             output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
@@ -102,7 +102,7 @@ class PipelineStage(stage.PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        """Run one microbatch's backward, or its input-gradient part, as torch's stage does."""
+        """Run the backward of one microbatch, or its input-gradient part, like torch's stage."""
         self._chunk = bwd_chunk_id
         if not self.has_backward:
             return
@@ -114,19 +114,19 @@ class PipelineStage(stage.PipelineStage):
         _free(self.grad_recv_info[bwd_chunk_id], self._grads_on_meta)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """Run the weight-gradient part of one microbatch's backward, as torch's stage does."""
+        """Run the weight-gradient part of one microbatch's backward, like torch's stage."""
         self._chunk = bwd_chunk_id
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Run a backward or a part of it, as torch's stage does.
+        """Run a backward or a part of it, like torch's stage.
 
         Args:
             backward_type: "full", "input" or "weight".
             bwd_kwargs: torch's arguments of the backward.
-            last_backward: this backward is the last one of the step.
+            last_backward: Whether this backward is the last one of the step.
         """
         found = self._microbatches
         if found is None:
@@ -148,13 +148,13 @@ class PipelineStage(stage.PipelineStage):
 
     @property
     def received_bytes(self) -> int:
-        """Bytes of the received tensors that have memory."""
+        """Bytes of received tensors that are currently allocated."""
         every = (*self.args_recv_info.values(), *self.grad_recv_info.values())
         tensors = (_tensor_of(info) for infos in every for info in infos)
         return sum(each.nbytes for each in tensors if each is not None and not each.is_meta)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Scale gradients after the last backward, which has reduced them."""
+        """Scale gradients after the last backward, which has already reduced them."""
         if self._engine is None:
             super().perform_reduce_grad(grad_scale_factor)
         elif grad_scale_factor != 1:
@@ -169,7 +169,7 @@ class PipelineStage(stage.PipelineStage):
             engine.scale_gradients(1 / grad_scale_factor)
 
     def clear_runtime_states(self) -> None:
-        """Drop what a step has left, as torch's stage does: all, if it raised an exception."""
+        """Drop the state of a step, like torch's stage, also after an exception."""
         super().clear_runtime_states()
         for infos in self.args_recv_info.values():
             _free(infos, self._args_on_meta)
@@ -177,7 +177,7 @@ class PipelineStage(stage.PipelineStage):
             _free(infos, self._grads_on_meta)
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
-        # torch allocates what it prepares: that of one microbatch.
+        # Prepare one microbatch only, since torch allocates the tensors that it prepares.
         found = super()._prepare_forward_infra(1, *args, **kwargs)
         infos = self.args_recv_info[0]
         self._args_on_meta = _on_meta(infos)
@@ -193,7 +193,7 @@ class PipelineStage(stage.PipelineStage):
         return infos
 
     def _allocate(self, infos: Iterable[Any]) -> None:
-        """Give received tensors memory."""
+        """Allocate received tensors that are on the meta device."""
         for info in infos:
             tensor = _tensor_of(info)
             if tensor is not None and tensor.is_meta:
@@ -228,7 +228,7 @@ class PipelineStage(stage.PipelineStage):
 
 
 def _tensor_of(info: Any) -> Tensor | None:
-    """The tensor that a message is received into, if it is one and not an argument of the step."""
+    """Returns the tensor to receive into; None if the input is an argument of the step."""
     found: Tensor | None = getattr(info, "buffer", None)
     return found
 
@@ -243,14 +243,14 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _free(infos: Iterable[Any], on_meta: Iterable[Tensor | None]) -> None:
-    """Replace received tensors by those on the meta device."""
+    """Replace received tensors by their meta tensors."""
     for info, tensor in zip(infos, on_meta, strict=True):
         if tensor is not None:
             info.buffer = tensor
 
 
 def _detach(values: Iterable[Any]) -> None:
-    """Detach tensors in place from their graphs, except views, with which torch cannot."""
+    """Detach tensors from their graphs in place, except views, which torch cannot detach."""
     for each in values:
         if isinstance(each, Tensor) and not each._is_view():
             each.detach_()
@@ -269,12 +269,12 @@ def _check_nothing_is_sharded(module: nn.Module) -> None:
 def _weight_gradients(
     found: Microbatches, param_groups: list[dict[str, Any]]
 ) -> list[WeightGradients]:
-    """Weight gradients to compute, from torch's ``param_groups``: each group has nodes of
-    parameters, the *intermediates* (nodes between them and the part of the graph that leads to the
-    inputs), and the intermediates' gradients."""
+    """Returns the weight gradients to compute, from torch's ``param_groups``. Each group has nodes
+    of parameters, *intermediates* (nodes between these and the part of the graph that leads to the
+    inputs), and the gradients of the intermediates."""
     of_node = {accumulator_of(param): param for param in found.full_params}
     joined = _joined(param_groups)
-    # The paths to a weight with several uses share nodes of the graph.
+    # The paths to a weight with several uses share nodes of the graph, which must be retained.
     retain = any(len(grads) > 1 for _, grads in joined)
     return [
         WeightGradients(
@@ -287,8 +287,8 @@ def _weight_gradients(
 
 
 def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[Node, _Grads]]]:
-    """Groups of parameter nodes and intermediates' gradients, with each node in one group only.
-    (torch lists a parameter in two groups if two of its intermediates were in different groups.)"""
+    """Returns groups of parameter nodes and intermediates' gradients, with each node in one group.
+    torch lists a parameter in two groups if two of its intermediates are in different groups."""
     joined: list[tuple[dict[Node, None], dict[Node, _Grads]]] = []
     place_of: dict[Node, int] = {}
     for group in param_groups:
@@ -313,8 +313,8 @@ def _compute(
 ) -> None:
     """Set ``.grad`` of full parameters from the gradients of intermediates.
 
-    Like torch's ``stage_backward_weight``, older versions of which count a gradient twice if it
-    reaches an intermediate through another one.
+    This is torch's ``stage_backward_weight``, but older versions of torch count a gradient twice if
+    it reaches an intermediate through another one.
     """
     edges, outputs = [], []
     for node, each in grads.items():

@@ -1,4 +1,4 @@
-"""Peaks of memory within a measurement."""
+"""Peaks of memory during a measurement."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fsdp_engine.memory.allocator import Ledger
 
 
 class Peak:
-    """The moment with most bytes held since this was made, whatever other peaks are reset.
+    """Records the largest number of bytes held since its creation, independently of other peaks.
 
     Attributes:
-        held: bytes by role at that moment.
-        total: their sum.
+        held: Bytes by role at the moment of the peak.
+        total: Sum of these bytes.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -23,21 +23,21 @@ class Peak:
         self.total = ledger.total
 
     def __call__(self, ledger: Ledger) -> None:
-        """The ledger has changed."""
+        """Update the peak after a change of the ledger."""
         if ledger.total > self.total:
             self.held = Counter(ledger.held)
             self.total = ledger.total
 
 
 def begin_device_peak(device: torch.device) -> None:
-    """Torch's own peak of memory allocated on ``device`` starts anew; nothing on a CPU."""
+    """Reset torch's peak of memory allocated on ``device``. Does nothing on a CPU."""
     if is_accelerator(device):
         module_of(device).reset_peak_memory_stats(device)
 
 
 def device_peak(device: torch.device) -> int | None:
-    """Most bytes that torch had allocated on ``device`` since :func:`begin_device_peak`; None on a
-    CPU, where they are not counted."""
+    """Returns the most bytes that torch had allocated on ``device`` since
+    :func:`begin_device_peak`. None on a CPU, where torch does not count them."""
     if not is_accelerator(device):
         return None
     return int(module_of(device).max_memory_allocated(device))

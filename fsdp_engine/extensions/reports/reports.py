@@ -1,10 +1,10 @@
-"""``engine.measure()``: the time that compute waits for lanes, and memory; and
-``engine.describe()``: a row for each unit.
+"""``engine.measure()`` measures memory and the time that compute waits for other lanes;
+``engine.describe()`` returns a table with a row for each unit.
 
-Outside of ``measure()`` nothing is measured. [Note: Waits of compute] in ``comm/lanes.py``
-describes how waits are recorded. Names of lanes, units and phases, and kinds of memory, are those
-of a simulation (``fe.Simulation.exposed``) and of the profiler's ranges. The memory of activations
-is known only where the allocator counts it, on CUDA.
+Nothing is measured outside of ``measure()``. [Note: Waits of compute] in ``comm/lanes.py``
+describes how waits are recorded. Lanes, units, phases and kinds of memory have the same names as in
+a simulation (``fe.Simulation.exposed``) and in profiler ranges. The memory of activations is known
+only on CUDA, where torch's allocator counts it.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from fsdp_engine.units.assignment import expect
 
 @dataclass(frozen=True)
 class Waited:
-    """Compute had nothing to do but to wait for communication, or for copies of offloaded state or
-    activations.
+    """Time during which compute was idle, waiting for communication or for copies of offloaded
+    state or activations.
 
     Attributes:
-        unit: whose, by its label: "the root module" for the root; of activations the block.
-        lane: which that was on: "inner gather", "inner reduce", "outer gather", "outer reduce",
-            "state in", "state out", "activations in" or "activations out".
+        unit: Label of the unit; "the root module" for the root. For activations, the block.
+        lane: Lane that compute waited for: "inner gather", "inner reduce", "outer gather", "outer
+            reduce", "state in", "state out", "activations in" or "activations out".
         phase: The phase of the program: "forward", "backward" or "step".
-        seconds: how long, in all steps.
-        count: in how many waits.
+        seconds: Total time of the waits in all steps.
+        count: Number of waits.
     """
 
     unit: str
@@ -60,25 +60,25 @@ class Waited:
 
 
 class Measurement:
-    """What one ``engine.measure()`` found on this rank, so far or in all; ``str`` gives a table.
+    """Results of one ``engine.measure()`` on this rank, final or so far; ``str`` gives a table.
 
-    Steps run as they do without, and the host does not wait for a device; on CUDA torch's peak of
-    allocated memory starts anew. Several may be open at a time, and begin at any time: each counts
-    from its begin. Not collective: one rank may measure alone.
+    Measuring does not change how steps run, and causes no host sync, but it resets torch's peak of
+    allocated memory on CUDA. Several measurements may be open at the same time and may start at any
+    time; each counts from its own start. Not collective: a single rank may measure.
 
     Args:
-        engine: the engine to measure.
+        engine: The engine to measure.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._units = [unit.label for unit in engine.units]
         self._memory = memory = engine.memory
-        # None when the measurement is over, which does not keep its engine.
+        # None after the measurement, so that the result does not keep the engine alive.
         self._scheduler: Scheduler | None = engine.scheduler
         self._peak = Peak(memory.ledger)
         self._meter = WaitMeter(self._phase)
         self._allocated: int | None = None
-        self._optimizers: dict[int, int] = {}  # bytes of state, by id
+        self._optimizers: dict[int, int] = {}  # bytes of state by id of the optimizer
         self._began = time.perf_counter()
         self._first_step = engine.reductions.num_steps
         self._seconds = 0.0
@@ -86,7 +86,7 @@ class Measurement:
 
     @contextmanager
     def measuring(self, engine: Engine) -> Iterator[Measurement]:
-        """Context that measures ``engine``."""
+        """Context within which ``engine`` is measured."""
 
         def stepped(optimizer: torch.optim.Optimizer, *args: object) -> None:
             if engine.is_stepped_by(optimizer):
@@ -111,19 +111,19 @@ class Measurement:
 
     @property
     def num_steps(self) -> int:
-        """Steps whose gradients were all reduced, or about to be."""
+        """Number of steps whose reductions are done or have been started for the last time."""
         self._look()
         return self._steps
 
     @property
     def seconds(self) -> float:
-        """How long it was open, by the host's clock, whatever happened meanwhile."""
+        """Wall-clock time for which the measurement was open, including everything in between."""
         self._look()
         return self._seconds
 
     @property
     def waited(self) -> tuple[Waited, ...]:
-        """What compute waited for, longest first. On CUDA it waits for the last of it."""
+        """Waits of compute, longest first. On CUDA, reading it waits for the last of them."""
         self._meter.read(wait=True)
         sums: dict[tuple[str, str, str], list[float]] = {}
         for (lane, label, phase), waits in self._meter.found.items():
@@ -135,16 +135,16 @@ class Measurement:
 
     @property
     def waited_seconds(self) -> float:
-        """What compute waited for communication and copies, in all."""
+        """Seconds that compute waited for communication and copies, in all steps."""
         return sum(each.seconds for each in self.waited)
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes by kind at the moment when the engine held most: "weights", "gradients",
-        "transient" (full parameters and staged gradients), and the "optimizer"'s state.
+        """Bytes by kind at the engine's peak: "weights", "gradients", "transient" (full parameters
+        and gradients in staging buffers) and "optimizer" (optimizer state).
 
-        On CUDA also "activations": the rest of what torch had allocated at its peak, at least;
-        whatever else lives on the device counts there.
+        On CUDA also "activations": torch's peak of allocated memory minus the other kinds. It
+        includes all other tensors on the device.
         """
         kinds = dict.fromkeys(("weights", "gradients", "optimizer", "transient"), 0)
         for role, count in self._peak.held.items():
@@ -157,12 +157,12 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int:
-        """Their sum."""
+        """Sum of ``memory`` over all kinds."""
         return sum(self.memory.values())
 
     def by_unit(self) -> dict[str, dict[str, float]]:
-        """Seconds waited, in all steps, by unit and lane; units without waits are
-        left out."""
+        """Returns seconds waited, in all steps, by unit and lane. Units without waits are
+        omitted."""
         sums: dict[str, dict[str, float]] = {}
         for each in self.waited:
             lanes = sums.setdefault(each.unit, {})
@@ -171,7 +171,7 @@ class Measurement:
         return {unit: sums[unit] for unit in sorted(sums, key=lambda u: order.get(u, len(order)))}
 
     def __str__(self) -> str:
-        # Only here: measuring without tables needs no library for them.
+        # rich is imported here, so that a measurement without a table does not need it.
         from rich.console import Console
         from rich.table import Table
 
@@ -224,7 +224,7 @@ class Measurement:
         return self._scheduler.phase if self._scheduler is not None else "step"
 
     def _look(self) -> None:
-        """While it is open: how far it is."""
+        """Update time, step count and device peak while the measurement is open."""
         if self._scheduler is not None:
             self._seconds = time.perf_counter() - self._began
             self._steps = self._scheduler.reductions.num_steps - self._first_step
@@ -232,7 +232,7 @@ class Measurement:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of this rank's part of its state, as far as it does not lie elsewhere."""
+    """Returns the bytes of this rank's shard of the optimizer state, without offloaded state."""
     storages = {}
     is_elsewhere = implementation(StepPlacement).is_elsewhere
     for param, state in optimizer.state.items():
@@ -246,19 +246,19 @@ def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 @dataclass(frozen=True)
 class UnitRow:
-    """One unit on this rank; bytes by role.
+    """Row of one unit on this rank.
 
     Attributes:
-        name: fully qualified name; "" for the root.
-        num_parameters: parameter tensors.
-        num_elements: elements of them.
-        padding: elements that the flat buffers add.
-        weight_bytes: main and compute weights at rest.
-        grad_bytes: gradients, from their first reduction until they are cleared.
-        full_bytes: full parameters while the unit is in use, beyond what it holds at rest.
-        staging_bytes: full gradients until they are reduced, beyond what it holds at rest.
-        num_gathers: parameter collectives per step of one microbatch.
-        num_reductions: gradient collectives per step of one microbatch.
+        name: Fully qualified name; "" for the root.
+        num_parameters: Number of parameters.
+        num_elements: Number of elements of the parameters.
+        padding: Number of padding elements in the flat buffers.
+        weight_bytes: Bytes of main and compute weights at rest.
+        grad_bytes: Bytes of gradients between their first reduction and their clearing.
+        full_bytes: Additional bytes of full parameters while the unit is in use.
+        staging_bytes: Additional bytes of full gradients until they are reduced.
+        num_gathers: Parameter collectives per step of one microbatch.
+        num_reductions: Gradient collectives per step of one microbatch.
     """
 
     name: str
@@ -280,10 +280,11 @@ class Description:
     Attributes:
         title: The title of the table.
         rows: A row for each unit.
-        measured: by the latest ``engine.measure()``, a table of its own; None: there was none.
-        elsewhere: bytes of offloaded state and activations on this rank by role, by place ("host",
-            "disk").
-        optimizers: a line for each that steps whole parameters.
+        measured: Result of the latest ``engine.measure()``, shown as a second table. None: there
+            was none.
+        elsewhere: Bytes of offloaded state and activations on this rank, by place ("host",
+            "disk") and role.
+        optimizers: One line for each optimizer that steps whole parameters.
     """
 
     title: str
@@ -293,13 +294,13 @@ class Description:
     optimizers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        # Most training runs print no table.
+        # rich is imported here, since most training runs print no table.
         from rich.console import Console
         from rich.table import Table
 
         table = Table(title=self.title, title_justify="left", show_footer=True)
         total = _total(self.rows)
-        # Names of deep modules differ at their ends: they are folded, never cut.
+        # Names of deep modules differ at their ends, so long names are folded and not truncated.
         table.add_column("unit", footer="all", overflow="fold")
         columns = (
             ("parameters", "num_parameters", _count),
@@ -330,7 +331,7 @@ class Description:
 
 
 class _Latest:
-    """Keeps the latest measurement of an engine."""
+    """Holds the latest measurement of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.measured: Measurement | None = None
@@ -338,24 +339,24 @@ class _Latest:
 
 @contextmanager
 def measure(engine: Engine) -> Iterator[Measurement]:
-    """Context that measures how long compute waits for gathers, reductions and copies of
-    offloaded state and activations, and the bytes held: see :class:`Measurement`.
-    :func:`describe` shows the last one."""
+    """Context that measures how long compute waits for gathers, reductions and copies of offloaded
+    state and activations, and the bytes that the engine holds. See ``Measurement``. ``describe``
+    shows the latest measurement."""
     measured = engine.extension(_Latest).measured = Measurement(engine)
     with measured.measuring(engine):
         yield measured
 
 
 def describe(engine: Engine) -> Description:
-    """Returns the bytes that each unit holds and sends, those of offloaded state and activations,
-    and the last result of :func:`measure`; ``print`` shows a table."""
+    """Returns, for each unit, the bytes it holds and its number of collectives; further the bytes
+    of offloaded state and activations, and the latest measurement. ``print`` shows a table."""
     units, strategy, mesh = engine.units, engine.strategy, engine.mesh
     title = (
         f"{_levels(strategy, mesh)}; up to {engine.budget:,} elements are prefetched. Bytes are "
         "those of this rank; gathers and reductions are collectives per step of one microbatch."
     )
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
-    # The root has no parameters of its own where all belong to units.
+    # The root is omitted if it has no parameters of its own.
     shown = [unit for unit in units if unit.buffers] or units[:1]
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in shown)
     ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
@@ -366,7 +367,7 @@ def describe(engine: Engine) -> Description:
 
 
 def _levels(strategy: Strategy, mesh: DataMesh) -> str:
-    """The levels and ranks of the axes: "optim on 8 ranks"."""
+    """Returns the levels of the axes and their sizes as text, such as "optim on 8 ranks"."""
     inner = f"{strategy.inner.name} on {mesh.inner.size} rank{'s' * (mesh.inner.size > 1)}"
     if mesh.outer.size == 1:
         return inner
@@ -396,18 +397,20 @@ def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitR
 def count_gathers(
     strategy: Strategy, mesh: DataMesh, num_uses: int, per_change: int = 1, *, changes: bool = True
 ) -> int:
-    """Gathers of one buffer in a step of one microbatch.
+    """Returns the number of gathers of one buffer in a step of one microbatch.
 
     Args:
-        num_uses: how often it has to be full anew, where parameters are cut: twice, for forward and
-            for backward; once for the last unit, which stays full between them, and for
+        strategy: The levels of both axes.
+        mesh: The data-parallel ranks.
+        num_uses: Number of times the buffer has to be gathered if its parameters are sharded: two
+            (forward and backward), or one for the last unit, which stays full in between, and for
             embeddings, whose backward needs no weights.
-        per_change: gathers that bring all that forward and backward read.
-        changes: False for frozen weights, which are not gathered again where only optimizer state
-            is cut.
+        per_change: Number of gathers in which all weights for forward and backward are gathered.
+        changes: False for frozen weights, which are not gathered again if only the optimizer state
+            is sharded.
 
-    An axis of one rank costs nothing. Along each other axis parameters are gathered for each use
-    where they are cut, once per step where only optimizer state is.
+    An axis of one rank needs no gathers. Any other axis needs a gather for each use if it shards
+    parameters, and one per step if it shards only optimizer state.
     """
     total = 0
     for axis in Axis:
@@ -421,7 +424,7 @@ def count_gathers(
 
 
 def _runs(rows: Sequence[UnitRow]) -> list[tuple[int, int, UnitRow]]:
-    """(first, last, row) for each run of rows that differ in name only."""
+    """Returns (first, last, row) for each run of consecutive rows that differ in name only."""
     runs: list[tuple[int, int, UnitRow]] = []
     for index, row in enumerate(rows):
         before = runs[-1][2] if runs else None

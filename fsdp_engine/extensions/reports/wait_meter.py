@@ -1,4 +1,4 @@
-"""Adds up the waits of compute that lanes report: [Note: Waits of compute] in ``comm/lanes.py``."""
+"""Sums the waits of compute that lanes report: [Note: Waits of compute] in ``comm/lanes.py``."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from fsdp_engine.comm.lanes import TimedWork
 
-# Events are read, as far as they are reached, when there are so many waits with them.
+# Number of pending waits at which the events that have completed are read.
 _MOST_PENDING = 1024
 _MILLI = 1e-3
 
 
 @dataclass
 class Waits:
-    """Waits of one kind: how many, and their seconds."""
+    """Number of waits of one kind, and their total seconds."""
 
     count: int = 0
     seconds: float = 0.0
 
 
 class WaitMeter:
-    """Adds up waits. See [Note: Waits of compute].
+    """Sums waits by lane, label and phase. See [Note: Waits of compute].
 
     Args:
-        phase: returns the present phase of the program.
+        phase: Returns the current phase of the program.
 
     Attributes:
-        found: waits by (lane, label, phase), as far as they are known.
+        found: Waits by (lane, label, phase), without those whose events have not been read.
     """
 
     def __init__(self, phase: Callable[[], str]) -> None:
@@ -48,10 +48,10 @@ class WaitMeter:
             self.read(wait=False)
 
     def read(self, *, wait: bool) -> None:
-        """Turn events into seconds.
+        """Convert pairs of events to seconds.
 
         Args:
-            wait: for the last of them. False: only events that have been reached are read.
+            wait: Wait for all events. False: read only events that have completed.
         """
         pending = self._pending
         if wait and pending:

@@ -355,7 +355,7 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
         return f"rank {rank} {state['gone']}{after}"
     if state["n"] < number:
         if state["n"] < 0:
-            return f"rank {rank} has not come to the engine yet"
+            return f"rank {rank} has not called the engine yet"
         process = f"process {state['is'][1]} on {state['is'][0].split()[0]}"
         if _has_ended(state):
             return f"rank {rank} has ended ({process} is gone)"

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from fsdp_engine.codecs.base import CodecRule, ParamClass, add_param_class
 from fsdp_engine.engine_extension import EngineExtension
-
-if TYPE_CHECKING:
-    from fsdp_engine.extensions.transformer_engine.quantized_codec import (
-        TransformerEngine,
-        TransformerEngineCodec,
-    )
 
 __all__ = ["TransformerEngine", "TransformerEngineCodec"]
 

@@ -1,10 +1,10 @@
-"""Full main weights in the modules, within ``engine.unsharded()``, and the values to write back.
+"""Full main weights within ``engine.unsharded()``, and writing them back to the shards.
 
-User code may edit a full parameter in place, give it other memory (``param.data = ...``, ``set_``,
-``swap_tensors``) or put another tensor into its module. So the modules are compared at the end with
-the parameters that were installed: values are written back from wherever they are then. What cannot
-be written back (a deleted parameter, a tie, another shape) raises on all ranks before anything is
-written, and so do values that ranks changed differently.
+User code may edit a full parameter in place, change its memory (``param.data = ...``, ``set_``,
+``swap_tensors``) or put another tensor into its module. So, at the end, the modules are compared
+with the parameters that were installed, and values are written back from the tensors that the
+modules hold then. Edits that cannot be written back (a deleted parameter, a tie, another shape),
+and values that differ between ranks, raise on all ranks before anything is written.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _WHAT = "engine.unsharded()"
 
 
 class _Installed:
-    """The full main weights of one buffer, and the parameters over them that modules hold.
+    """The full main weights of one buffer, and the parameters over them in the modules.
 
     Attributes:
-        buffer: The buffer of the unit.
-        main: its full main weights.
-        params: that were installed, in the layout's order.
-        views: tensors over the same memory that keep it, whatever becomes of ``params``.
-        prints: fingerprints of the values that were installed; none where no other rank has them.
+        buffer: The buffer.
+        main: The full main weights.
+        params: The parameters that were installed, in the order of the layout.
+        views: Tensors over the same memory. They keep the memory if the user replaces ``params``.
+        prints: Fingerprints of the installed values. Empty if no other rank holds the parameters.
     """
 
     def __init__(self, buffer: ParamAndGradBuffer) -> None:
@@ -62,21 +62,22 @@ class _Installed:
         install_into([buffer], [self.params])
 
     def fingerprints(self, values: Sequence[Tensor]) -> list[int]:
-        """Of one tensor for each parameter."""
+        """Returns a fingerprint of each tensor; empty if no other rank holds the parameters."""
         group = self.buffer.control_group
         return [] if group is None or dist.get_backend(group) == "fake" else fingerprints(values)
 
 
 class FullMainWeights:
-    """See the module docstring. Making it is collective, and puts full parameters into the modules.
+    """Full main weights of some units; see the module docstring. The constructor is collective and
+    installs full parameters in the modules.
 
     Args:
-        units: whose parameters.
-        guard: The guard of the model's parameters; checks values.
-        group: all ranks of the model; None: there is one.
+        units: The units to unshard.
+        guard: The guard of the model's parameters, which checks values.
+        group: The group of all ranks of the model. None: there is one rank.
 
     Attributes:
-        units: see the arguments.
+        units: The units that are unsharded.
     """
 
     def __init__(
@@ -90,11 +91,11 @@ class FullMainWeights:
         self._installed = [_Installed(buffer) for buffer in buffers]
 
     def write_back(self) -> None:
-        """Write the values that the modules hold to the main weights. Collective.
+        """Write the values of the modules' parameters to the main weights. Collective.
 
         Raises:
-            ValueError: on all ranks, if a parameter cannot be written back on one of them; names
-                the parameter. Nothing is written then.
+            ValueError: A parameter cannot be written back on some rank; names the parameter. Raised
+                on all ranks, before anything is written.
         """
         error: Exception | None = None
         found: list[list[Tensor]] = []
@@ -118,11 +119,11 @@ class FullMainWeights:
             buffer.weights.mark_stale()
 
     def uninstall(self) -> None:
-        """Put the sharded parameters back into the modules."""
+        """Install the sharded parameters in the modules again."""
         for unit in self.units:
             install_into(unit.buffers, [buffer.sharded_params for buffer in unit.buffers])
         for module, names in self._orders:
-            # Where one was deleted: ranks have to iterate over parameters in one order.
+            # Restore the order after a deletion: all ranks must iterate in the same order.
             if list(module._parameters) != names:
                 present = dict(module._parameters)
                 module._parameters.clear()
@@ -133,18 +134,18 @@ class FullMainWeights:
 
     @staticmethod
     def _held(buffer: ParamAndGradBuffer, index: int) -> Tensor:
-        """What the modules hold for parameter ``index``, in the first of its places."""
+        """Returns the tensor at the first place of parameter ``index`` in the modules."""
         module, attribute = buffer.records[index].holders[0]
         held = dict.__getitem__(module._parameters, attribute)
         assert held is not None
         return held
 
     def _find_values(self) -> list[list[Tensor]]:
-        """For each buffer and parameter the values to write back: the view of the installed
-        memory, if they are there, or a copy.
+        """Returns the values to write back for each buffer and parameter: the view of the installed
+        memory if the values are in it, otherwise a copy.
 
         Raises:
-            ValueError: a parameter cannot take them; names it.
+            ValueError: A parameter cannot be written back; names the parameter.
         """
         memory = {key for each in self._installed for key in storage_keys(each.main.tensor)}
         taken: dict[int, str] = {}
@@ -205,18 +206,18 @@ class FullMainWeights:
     def _check_ranks_agree(
         self, error: Exception | None, found: Sequence[Sequence[Tensor]]
     ) -> None:
-        """Check that no rank has an error, and that ranks changed values alike. Collective.
+        """Check that no rank has an error and that ranks changed values identically. Collective.
 
         Args:
             error: The error of this rank.
-            found: values to write back.
+            found: The values to write back.
         """
         pairs = list(zip(self._installed, found, strict=False))
         prints = [each.fingerprints(values) for each, values in pairs]
         is_changed = prints != [each.prints for each, _ in pairs]
         if not any(agree(_WHAT, error, self._group, is_changed)):
             return
-        # Ranks share parameters with those of the same mesh, which its first rank identifies.
+        # Ranks of the same mesh share parameters. The first rank of a mesh identifies it.
         meshes = [each.buffer.mesh.ranks[0] for each, _ in pairs]
         told: list[Any] = gather_objects((meshes, prints), self._group, _WHAT)
         for place, (installed, _) in enumerate(pairs):
@@ -263,13 +264,13 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
 
 
 class _Contexts:
-    """The contexts of one engine that are entered.
+    """The ``unsharded`` contexts of one engine that are currently entered.
 
     Args:
-        engine: unused.
+        engine: Unused.
 
     Attributes:
-        entered: what the modules hold, the outermost first.
+        entered: The full main weights of each context, outermost first.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -278,7 +279,7 @@ class _Contexts:
 
 
 def _sharded_units(engine: Engine) -> list[Unit]:
-    """Units whose full main weights modules do not hold."""
+    """Returns the units whose parameters are currently sharded in the modules."""
     entered = engine.extension(_Contexts).entered
     full = {unit.index for main in entered for unit in main.units}
     return [unit for unit in engine.units if unit.index not in full]
@@ -288,20 +289,20 @@ def _sharded_units(engine: Engine) -> list[Unit]:
 def unsharded(engine: Engine, *modules: nn.Module) -> Iterator[None]:
     """Context within which modules hold full main weights; edits are written back at its end.
 
-    Collective, and every rank must make the same edits: of values in place, of ``param.data``, or
-    by other tensors that are put into the modules. Parameters are thawed and frozen as they are at
-    the end. Forwards run under ``no_grad`` only. If the block raises, nothing is written back.
-    Modules that an outer context has unsharded are left to it.
+    Collective, and every rank must make the same edits: in place, by ``param.data``, or by putting
+    other tensors into the modules. ``requires_grad`` of each parameter at the end is kept. Forwards
+    run under ``no_grad`` only. If the block raises, nothing is written back. Modules that an outer
+    context has unsharded are written back by the outer context.
 
     Args:
         engine: The engine of the model.
-        *modules: whose parameters; none: the whole model.
+        *modules: The modules to unshard. None given: the whole model.
 
     Raises:
-        RuntimeError: a forward or backward is running.
-        ValueError: a module is not part of the model. At the end, on all ranks, before anything is
-            written: a parameter was added, removed, tied or untied, has another shape or a wider
-            dtype, or other values on some ranks; names it.
+        RuntimeError: A forward or backward is running.
+        ValueError: A module is not part of the model. At the end, on all ranks and before anything
+            is written: a parameter was added, removed, tied or untied, or has another shape, a
+            wider dtype or different values on some ranks; names the parameter.
     """
     if not engine.scheduler.is_at_rest:
         raise RuntimeError(
@@ -331,7 +332,7 @@ def unsharded(engine: Engine, *modules: nn.Module) -> Iterator[None]:
 
 
 def _is_unsharded(engine: Engine) -> bool:
-    """Whether modules hold the full main weights of all units, within :func:`unsharded`."""
+    """Whether the modules hold full main weights of all units, within ``unsharded``."""
     return not _sharded_units(engine)
 
 
