@@ -156,7 +156,8 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         raise RuntimeError(
             "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
             "and weights at once, since torch's own stage does not announce parts of a backward; "
-            f"found those of inputs alone (a zero-bubble schedule). Use {advice_for('split backward')}"
+            "found those of inputs alone (a zero-bubble schedule). Use "
+            f"{advice_for('split backward')}"
         )
 
 
