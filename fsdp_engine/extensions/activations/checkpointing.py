@@ -15,8 +15,8 @@ The policy "selective" is that of torchtitan's ``SelectiveAC``. It keeps the out
 kernels, convolutions, batched, scaled and grouped matrix products, reductions over ranks, the
 choice of experts (``topk``, whose recomputation may differ), copies from a device to the host,
 compiled regions, and every second matrix product. Products with a bias (``addmm``) are counted
-together with those without, like ``linear`` there. An output that forward changes in place is kept
-without benefit: the recomputation needs its original value and computes it again.
+together with those without, as torchtitan counts ``linear``. If forward changes an output in place,
+keeping it has no benefit: the recomputation needs its original value and computes it again.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ other devices, tensor subclasses, and ranges shorter than ``min_bytes``.
     activations in                               i2   i1   i0
 
 The memory of a block is held until compute has waited for its copy, so that no kernel reuses it
-earlier. With ``record_stream`` the time, and with it the peak, would depend on the device. After
+earlier. With ``record_stream`` the time of reuse, and the peak, would depend on the device. After
 each block, compute waits for the oldest copies while more than ``in_flight`` bytes are held. Memory
 that is still held when backward starts (that of the last block, by default) is used as it is.
 
 The backward of a block starts when autograd unpacks the first of its tensors. Then the memory of
-the block before it in backward is freed, compute waits for the copy of its own activations, and
+the block before it in backward is freed, compute waits for the copy of this block's memory, and
 copies for the next blocks start, up to ``in_flight`` bytes but at least for one block. A chain of
 weak references stores the order. Memory is allocated on compute's stream, so that it reuses the
 memory of freed activations: each copy waits for the work that compute was given before, and compute
@@ -182,7 +182,7 @@ class _Moved:
     Attributes:
         num_bytes: Number of bytes of the range.
         host: The bytes on the host.
-        last_copy: The last copy from or to the host memory, including those of its previous use.
+        last_copy: The last copy from or to the host memory, by this or an earlier user of it.
         bytes: The bytes on the device. None: they are on the host only.
         is_restored: Whether ``bytes`` were copied back from the host.
         pending: The copy for which compute must wait before ``bytes`` are freed.
@@ -244,7 +244,7 @@ class _Call:
     Attributes:
         number, name: Number and name of the block.
         stream: The stream on which the block computes and its memory is allocated.
-        moved: The saved ranges that are moved.
+        moved: The ranges of saved tensors that are moved.
         own: The ranges of ``moved`` that no earlier call has moved.
         num_bytes: Number of bytes of ``own``.
         previous: Reference to the previous call; see :meth:`find_previous`.
@@ -319,7 +319,7 @@ class ActivationOffload:
     """Moves the activations of an engine's blocks. See [Note: Offloaded activations].
 
     Args:
-        memory: The engine's memory manager, of its device.
+        memory: The memory manager of the engine.
         compute: The compute lane of the engine.
         options: The options of the user.
 
@@ -396,8 +396,8 @@ class ActivationOffload:
         return output
 
     def drain(self) -> list[Exception]:
-        """Free device memory that is held since an exception in forward or backward. Returns no
-        errors."""
+        """Free device memory that has been held since an exception in forward or backward. Returns
+        no errors."""
         self._end_backward()
         while self._leaving:
             self._leave(next(iter(self._leaving)))
@@ -424,7 +424,7 @@ class ActivationOffload:
     @not_compiled
     @torch.no_grad()
     def _move(self, call: _Call, module: nn.Module, saved: Sequence[_Saved]) -> None:
-        """Move the tensors ``saved`` by the forward ``call`` of ``module``, which has returned."""
+        """Offload the tensors that ``call``, a finished forward of ``module``, has saved."""
         buffers = {key for each in module.buffers() for key in allocator.storage_keys(each)}
         by_storage: dict[int, list[_Saved]] = {}
         for each in saved:
@@ -454,7 +454,7 @@ class ActivationOffload:
             self._leave(next(iter(self._leaving)))
 
     def _moved(self, call: _Call, key: int, group: Sequence[_Saved]) -> _Moved | None:
-        """Returns the range that the tensors, all over one storage, move to; None: they stay."""
+        """Returns the moved range for tensors over one storage; None if they stay on the device."""
         views = [View.of(each.tensor) for each in group]
         start = min(view.start for view in views) // _ALIGNMENT * _ALIGNMENT
         end = max(view.end for view in views)
@@ -497,7 +497,7 @@ class ActivationOffload:
         """Copy ``moved`` on ``lane``, after the work submitted to compute and earlier copies."""
         is_out = lane is self._out
         pairs = [(each.host, each.bytes) if is_out else (each.bytes, each.host) for each in moved]
-        # Wait one by one: given several tickets, a lane waits only for the last of them.
+        # Wait one by one: for several tickets of one stream, a lane waits only for the last given.
         for ticket in dict.fromkeys(each.last_copy for each in moved):
             if ticket is not None:
                 lane.wait(ticket)

@@ -1,6 +1,6 @@
 """Folders of PEFT's adapters: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
-Adapters are small, so the first rank gathers and PEFT writes them.
+Adapters are small, so they are gathered on the first rank, and PEFT writes them.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
         The match, and the names in the model of all tensors of the adapter.
 
     Raises:
-        ValueError: The model is not a PEFT model, has no such adapter, or has one with another
-            computation; or the weights are a pickle.
+        ValueError: The model is not a PEFT model or has no such adapter, the adapter in the folder
+            has another computation than the model's, or its weights are a pickle.
         OSError: A file is missing.
     """
     found, _ = peft_model(engine.model)
@@ -81,8 +81,8 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
     """Write every adapter as ``PeftModel.save_pretrained`` would: "default" into ``folder``, others
     into subfolders. Collective.
 
-    ``adapter_config.json`` is removed first and written last, because without it the folder is not
-    an adapter.
+    An older ``adapter_config.json`` is renamed first and the new one written last, because without
+    it the folder is not an adapter.
 
     Args:
         engine: The engine of a PEFT model.

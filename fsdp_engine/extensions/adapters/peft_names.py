@@ -1,6 +1,6 @@
 """PEFT's adapters in a model: names of their tensors in files, and their initialization.
 
-This is the only file that imports ``peft``, and it does so only if the program has imported ``peft``
+This is the only file that imports ``peft``, and it does so only if the program has imported it
 already, since otherwise no model can have PEFT's adapters. PEFT's own functions map the names: they
 select and rename entries of a ``state_dict``, and are called with a dict of names as the values.
 

@@ -10,7 +10,7 @@ from torch 2.13 on), and freed by swapping back: the storage under autograd's vi
 object. Every piece keeps the memory of the arena alive.
 
 Ranges are assigned in an unbounded address space, of which the arena backs the first bytes. A
-storage whose range lies beyond the end gets ordinary memory. If this happened in a step, the arena
+storage whose range is beyond the end gets ordinary memory. If this happened in a step, the arena
 is reallocated at the next fill at which no storage uses its memory. Its new length is the highest
 address assigned so far, but at most ``SLACK`` times the most bytes ever filled at once. It never
 becomes shorter.

@@ -3,13 +3,13 @@
 [Note: Sources of a fill]
 With ``fsdp_double_buffer``, transient storages are filled from an arena ([Note: Arena] in
 ``arena.py``) that is as long as previous steps required, so steady steps allocate nothing. If the
-arena has no room, memory comes from the pool of idle memory or from ``resize_``. The storage object
-is the same in each case. The bytes of an arena are booked under its role when it is allocated;
-storages that are filled from it book nothing.
+arena has no room, memory is taken from the pool of idle memory or by ``resize_``. The storage
+object is the same in each case. The bytes of an arena are booked under its role when it is
+allocated; storages that are filled from it book nothing.
 
 There are no arenas where torch cannot swap data pointers (before 2.13), or under
-``FakeTensorMode``, which has no memory. Then memory comes from NCCL's pool if there is one that can
-grow at any time.
+``FakeTensorMode``, which has no memory. Then memory is allocated from NCCL's pool if there is one
+that can grow at any time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Pool(Protocol):
     takes_more: bool
 
     def allocating(self) -> AbstractContextManager[None]:
-        """Context within which device memory that this thread allocates comes from the pool."""
+        """Context within which this thread allocates device memory from the pool."""
         ...
 
     def register(self) -> None:

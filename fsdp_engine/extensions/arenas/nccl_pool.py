@@ -1,7 +1,7 @@
 """Memory that is registered with NCCL: collectives read and write it without a copy.
 
 [Note: Registered memory]
-Buffers come from a ``torch.cuda.MemPool`` over NCCL's own allocator, and the pool is registered
+Buffers are allocated from a ``torch.cuda.MemPool`` over NCCL's own allocator, which is registered
 with the communicators of all data-parallel groups. *Plain* registration is local to each rank.
 *Window* (symmetric) registration is a collective: all ranks must register memory of the same sizes
 at the same time, and torch registers growth of a registered pool as soon as it is allocated. So all
@@ -12,7 +12,7 @@ not fit get ordinary memory, and so do the buffers in which the receiving rank s
 ``reduce_scatter_with_fp32_accumulation``. Arenas of the length that the first step needed would not
 work, because ranks may have needed different lengths.
 
-Where torch cannot swap data pointers (before 2.13), transient memory comes from the pool through
+Where torch cannot swap data pointers (before 2.13), transient memory is taken from the pool through
 torch's caching allocator if registration is plain, and is ordinary memory otherwise.
 """
 
@@ -39,7 +39,7 @@ class NcclPool:
         symmetric: Use window instead of plain registration.
 
     Attributes:
-        takes_more: Whether a rank may register memory that is allocated later by itself.
+        takes_more: Whether each rank may register memory by itself at any time.
     """
 
     def __init__(self, mesh: DataMesh, *, symmetric: bool) -> None:
@@ -52,7 +52,7 @@ class NcclPool:
 
     @contextmanager
     def allocating(self) -> Iterator[None]:
-        """Context within which device memory that this thread allocates comes from the pool."""
+        """Context within which this thread allocates device memory from the pool."""
         with cuda.allocating_from(self._pool, self._device):
             yield
 

@@ -188,5 +188,5 @@ def _largest(views: Sequence[Tensor]) -> Tensor:
 
 
 def _in_parts(tensor: Tensor) -> Tensor:
-    """Returns a complex tensor as its real and imaginary parts, whose magnitude may overflow."""
+    """Returns a complex tensor as real and imaginary parts, since its magnitude may overflow."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

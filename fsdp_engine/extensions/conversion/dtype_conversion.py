@@ -1,17 +1,17 @@
 """``model.to(dtype)``, ``.half()``, ``.bfloat16()``, ``.float()``, ``.double()`` of sharded models.
 
-torch converts a module by a function that it hands down from module to module, and puts the result
-into the parameter, which stays the same object. So does this: main weights are rounded in place,
-each rank's for itself; published gradients follow; optimizer state stays as it is. Parameters of no
-unit, and buffers of modules, are converted by torch.
+torch converts a module with a function that it applies recursively, and assigns the result to the
+parameter, which stays the same object. The engine does the same: each rank rounds its main weights
+in place, published gradients get the new dtype, and optimizer state is unchanged. torch converts
+buffers of modules and parameters of no unit.
 
 [Note: Conversion on some ranks]
 Ranks meet before a conversion and compare the new dtypes: a rank that skipped it would send
-messages of other lengths, which gloo answers with an abort and NCCL with a hang or wrong values. A
-rank that does not convert waits, sooner or later, in a collective for the ranks that do. On gloo
-this is detected within seconds, and its wait fails with the same error. On NCCL, where the host
-does not wait, the ranks that convert raise after the group's timeout, and NCCL's watchdog ends the
-others. Nothing has been changed then.
+messages of another size, which gloo answers with an abort and NCCL with a hang or wrong values. A
+rank that does not convert will later wait in a collective for the ranks that do. On gloo this is
+detected within seconds, and the wait fails with the same error. On NCCL the host does not wait. The
+ranks that convert raise after the group's timeout, and NCCL's watchdog ends the others. In both
+cases nothing has been changed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MOST_NAMED = 8
 
 
 class Change(NamedTuple):
-    """A buffer, with its kind and its codec after the conversion."""
+    """A buffer with its new kind and its new codec."""
 
     buffer: ParamAndGradBuffer
     kind: BufferKind
@@ -61,7 +61,7 @@ class Conversions(AppliedFunctions):
     """Conversions of one sharded model to other dtypes.
 
     Args:
-        engine: the engine of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -71,10 +71,12 @@ class Conversions(AppliedFunctions):
     def apply(
         self, module: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any
     ) -> None:
-        """See the class. Collective where a dtype changes.
+        """See the class. Collective if a dtype changes.
 
         Raises:
-            RuntimeError: not at rest. ValueError: see :func:`changes_of`, :func:`agree_on_changes`.
+            RuntimeError: A forward or backward is in progress or pending, or gradients are not
+                reduced.
+            ValueError: See :func:`changes_of` and :func:`agree_on_changes`.
         """
         plain = partial(type(module)._apply, module, fn, *args, **kwargs)
         if self._is_running:
@@ -96,7 +98,7 @@ class Conversions(AppliedFunctions):
         self._is_running = True
         try:
             with hidden([each.buffer for each in changes]):
-                plain()  # everything whose dtype does not change, too
+                plain()  # It also converts all tensors that are not in these buffers.
         finally:
             self._is_running = False
         for unit, found in by_unit.items():
@@ -134,15 +136,18 @@ def changes_of(
     options: Options,
     inside: Sequence[nn.Module],
 ) -> Iterator[Change]:
-    """The changes that ``fn`` makes to the buffers of a unit, found by a tensor without elements.
+    """Yields the changes that ``fn`` makes to the buffers of a unit. ``fn`` is called on tensors
+    without elements.
 
     Args:
-        fn: the function given to ``nn.Module._apply``.
-        options: those that the unit was made with.
-        inside: modules whose parameters are converted.
+        unit: The unit.
+        fn: The function that ``nn.Module._apply`` got.
+        options: The options of the engine.
+        inside: The modules whose parameters are converted.
 
     Raises:
-        ValueError: another device; a part of a buffer; or see :func:`kind_after`.
+        ValueError: The device changes, only part of a buffer is converted, or see
+            :func:`kind_after`.
     """
     known = set(map(id, inside))
     for buffer in unit.buffers:
@@ -176,15 +181,15 @@ def kind_after(
     policy: MixedPrecisionPolicy,
     options: Options,
 ) -> tuple[BufferKind, ParamCodec]:
-    """The kind and the codec of ``buffer`` with main weights of ``dtype``.
+    """Returns the kind and the codec of ``buffer`` for main weights of ``dtype``.
 
-    They follow from the policy, except its ``main_params_dtype``. Compute weights and gradients for
-    which the policy names no dtype get the same one. Example, fp32 weights that are converted to
-    bf16: with ``MixedPrecisionPolicy()`` everything is bf16; with ``reduce_dtype=fp32`` gradients
-    are summed in fp32, and kept in bf16.
+    They follow from the policy, except for its ``main_params_dtype``. Compute weights and gradients
+    for which the policy names no dtype get the same one. Example: fp32 weights are converted to
+    bf16. With ``MixedPrecisionPolicy()`` everything is bf16; with ``reduce_dtype=fp32`` gradients
+    are summed in fp32 and kept in bf16.
 
     Raises:
-        ValueError: such a buffer is not possible; names the first parameter.
+        ValueError: Such a buffer is not possible; names the first parameter.
     """
     name = buffer.records[0].name
     modules = [module for record in buffer.records for module, _ in record.holders]
@@ -220,8 +225,8 @@ def convert_buffer(change: Change, *, are_reduced: bool) -> None:
     stay the same objects. No collective may be in flight. Not collective.
 
     Args:
-        change: the buffer, with its new kind and codec.
-        are_reduced: gradients that users see are reduced.
+        change: The buffer with its new kind and codec.
+        are_reduced: Whether the published gradients are reduced.
     """
     buffer, kind, codec = change
     before = gradients_of(buffer.sharded_params)
@@ -239,8 +244,8 @@ def agree_on_changes(communicators: EngineCommunicators, changes: Iterable[Chang
     """Compare the new dtypes of all ranks of the model, before anything is changed. Collective.
 
     Raises:
-        ValueError: they differ, or a rank does not convert.
-        RuntimeError: a rank did not come.
+        ValueError: The dtypes differ, or a rank does not convert.
+        RuntimeError: A rank did not arrive.
     """
     group = communicators.ranks.control_group
     if group is not None:
@@ -252,8 +257,8 @@ def agree_on_changes(communicators: EngineCommunicators, changes: Iterable[Chang
 
 
 def _described(communicators: EngineCommunicators, changes: Iterable[Change]) -> str:
-    """The changes, in a text that is equal on ranks with equal ones: "torch.float64, before
-    torch.float32: units of first.weight (3f2ad45c)". The digest is of all that differs."""
+    """Returns a text that is equal on ranks with equal changes, such as "torch.float64, before
+    torch.float32: units of first.weight (3f2ad45c)". The digest covers all differences."""
     names_of: dict[str, list[str]] = {}
     lines = [str(communicators.data.number)]
     for buffer, kind, _ in changes:

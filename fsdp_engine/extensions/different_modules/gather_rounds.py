@@ -12,8 +12,8 @@ A rank votes for a unit before it uses it. While it computes with one unit, the 
 unit of its own recorded order is in flight, and the vote for the unit after that has been sent.
 Where ranks agree, the message has arrived when a rank needs its result.
 
-Ranks that leave out different units drift apart, and would then gather each unit once for each rank
-that needs it at another time. So a vote also contains the units that the rank expects to use
+Ranks that skip different units drift apart. A unit would then be gathered several times, once for
+each time at which a rank needs it. So a vote also contains the units that the rank expects to use
 afterwards, and a unit that another rank will use soon is *held back* until that rank needs it, too.
 If all units with votes are held back, those that a rank waits for are gathered. So in each round at
 least one waiting rank gets its unit, unless no rank waits. No unit is held back while some ranks
@@ -33,16 +33,15 @@ matters on the device: a stream that waits for a reduction blocks the gathers qu
 
 At the end of backward, before an optimizer step, and before any other collective of the engine, all
 ranks take part until no rank is busy. Then all reductions are submitted, and no rank needs weights
-that another rank is about to change. A rank that waits there, or for reductions, sends its place,
-since a rank at the end of the context will never submit the reductions of another rank's backward.
-If ranks wait at places that cannot be reached together, all of them exchange their places and
-raise.
+that another rank is about to change. A rank that waits at such a place, or for reductions, sends
+its place, since a rank at the end of the context will never submit the reductions of another rank's
+backward. If ranks wait at different places, all of them exchange their places and raise an error.
 
 If a rank raises an exception while others may need its votes, it sends a failure instead, so that
 all ranks raise.
 
 On a CPU the host drives the lanes. An operation over two axes continues only when its rank waits
-for it, and a rank that blocks in a vote does not. So, before the next round, each rank waits for
+for it, which a rank that blocks in a vote cannot do. So, before the next round, each rank waits for
 the gathers of the last one and for the reductions that all ranks have submitted. With two axes,
 submitting a reduction waits for the previous one, so all ranks submit each reduction in the same
 round. Weights in a file are read when their rank waits for the gather, which ranks do in different
@@ -95,8 +94,8 @@ class _Vote(enum.IntEnum):
 # Number of `GatherRounds` made over a group, modulo 255. Equal on all ranks of the group.
 _NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _LARGEST = 255  # largest value of a byte
-# Number of units gathered for other ranks that are kept, so that compute waits for no gather that
-# is in flight, and that this rank can use although it did not expect to.
+# Number of units gathered for other ranks that are kept. To free one at once, compute would have to
+# wait for its gather; and this rank may use one that it did not expect to use.
 _MOST_FOR_OTHERS = 2
 # Number of next uses in the recorded order in which the next two units to gather are searched.
 _NUM_EXPECTED = 8
@@ -145,8 +144,7 @@ class GatherRounds(Schedule):
         number = 0
         if group is not None:
             number = _NUM_MADE[group] = (_NUM_MADE.get(group, 0) + 1) % _LARGEST
-        # If maximum and complement still add up, all ranks vote about one engine.
-        # Maximum and complement of the maximum add up only if all ranks vote for the same engine.
+        # The maxima of both bytes add up to `_LARGEST` only if all ranks vote for one engine.
         self._identity = bytes((number, _LARGEST - number))
         # Numbers of reductions submitted in the current backward.
         self._num_submitted = 0
@@ -342,7 +340,7 @@ class GatherRounds(Schedule):
         self._vote_is_stale = self._vote is not None
 
     def _hand_over(self, unit: Unit) -> None:
-        """Remove a unit that is used now from those to free here: it is freed after its use."""
+        """Remove a unit that is used now from the units to free: it is freed after its use."""
         for gathered in (self._ahead, self._for_others):
             if unit in gathered:
                 gathered.remove(unit)

@@ -39,7 +39,7 @@ class Float8(ScaledEncoding):
         granularity: Elements that share a scale: "tensor", "row" or "block" (128 x 128).
         power_of_two_scales: Round scales up to powers of two, so that scaling itself is exact.
         exclude: Patterns of names of parameters that this rule does not encode. The next rule
-            applies to them; without one, they are gathered in the compute dtype.
+            applies to them. If there is none, they are gathered in the compute dtype.
 
     Raises:
         ValueError: ``granularity`` is unknown.

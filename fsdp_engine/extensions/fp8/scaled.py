@@ -5,9 +5,9 @@
 
 A *scale* applies to a tensor, a row, or a block of 128 x 128 elements of the parameter, seen as a
 matrix with ``shape[0]`` rows. ``scale = amax / largest``, where ``largest`` is the largest number
-of the encoding, optionally rounded up to a power of two. Every rank keeps all scales beside the flat
-buffer. One collective reduces the amaxes of a buffer, so shards may start at any element, and every
-rank computes the scales, and so the bytes, of the unsharded parameter.
+of the encoding, optionally rounded up to a power of two. Every rank keeps all scales beside the
+flat buffer. One collective reduces the amaxes of a buffer, so shards may start at any element, and
+every rank computes the scales, and so the bytes, of the unsharded parameter.
 
 A subclass of :class:`ScaledCodec` defines ``largest``, ``encoded_dtype`` (and ``wire_dtype``, if an
 element is not one byte) and :meth:`~ScaledCodec.to_encoded`. A subclass of :class:`ScaledEncoding`
@@ -55,7 +55,7 @@ class ScaledEncoding(EngineExtension):
         granularity: Elements that share a scale: "tensor", "row" or "block" (128 x 128).
         power_of_two_scales: Round scales up to powers of two.
         exclude: Patterns of names of parameters that this rule does not encode. The next rule
-            applies to them; without one, they are gathered in the compute dtype.
+            applies to them. If there is none, they are gathered in the compute dtype.
 
     Raises:
         ValueError: ``granularity`` is unknown.

@@ -1,1 +1,1 @@
-"""Initial values that ranks have not built: of models on the meta device, and of the first rank."""
+"""Initial values of models on the meta device, and initial values from the first rank."""

@@ -1,11 +1,11 @@
-"""Determines the initial values of sharded parameters, and whether all ranks have the same ones.
+"""Choice of the initial values of sharded parameters; checks that all ranks have the same ones.
 
 Each rank keeps its shard of every parameter, so shards are consistent only if all ranks have built
 the same values. Three cases are distinguished before anything is changed:
 
     values of the ranks                          initial values of the sharded parameters
     ==========================================   ==========================================
-    equal on all ranks                           these; nothing is sent
+    equal on all ranks                           these values; nothing is sent
     values on the first rank, meta on others     the first rank's, broadcast unit by unit
     different on some rank                       an error names the first different tensor;
                                                  with ``initial_values="rank0"`` the first rank's
@@ -24,7 +24,7 @@ FIRST, EMPTY = "rank0", "empty"
 
 
 class ComparedValues(InitialValues):
-    """See the module docstring, and the class."""
+    """Initial values that are compared between ranks. See the module docstring and the class."""
 
     choices = (SAME, FIRST, EMPTY)
 

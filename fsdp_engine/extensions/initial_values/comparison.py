@@ -1,7 +1,7 @@
-"""Compares what ranks have built, by checksums of every parameter and of every persistent buffer.
+"""Comparison of the models of all ranks, by checksums of each parameter and persistent buffer.
 
-Ranks send one digest of all checksums, and the checksums themselves only if digests differ. Experts
-are compared among the ranks that share them (their *scope*).
+Ranks send one digest of all checksums, and the checksums only if digests differ. Experts are
+compared among the ranks that share them (their *scope*).
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.units.plan import Plan, is_expert
 
-# Words of a row: sums of rows and sums of columns tell apart two words that changed places.
+# Number of words in a row. Sums of rows and sums of columns detect two words that are swapped.
 _ROW = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class _Holding:
-    """What this rank has in one scope: names on the meta device, checksums of the others."""
+    """Tensors of this rank in one scope: names of meta tensors, and checksums of the others."""
 
     metas: list[str] = field(default_factory=list)
     sums: dict[str, int] = field(default_factory=dict)
 
 
 class Holdings:
-    """What this rank has, for a comparison with other ranks.
+    """Tensors of this rank, to compare them with other ranks.
 
     Args:
-        plan: the model's.
-        experts: the ranks that share experts, if there are any.
-        compare: take checksums.
+        plan: The plan of the model.
+        experts: The ranks that share experts. None: there are no experts.
+        compare: Whether to compute checksums.
     """
 
     def __init__(self, plan: Plan, experts: DataMesh | None, *, compare: bool) -> None:
-        # The first of the ranks that share experts names their scope.
+        # The first of the ranks that share experts identifies their scope.
         ranks = experts.device_mesh.mesh if experts is not None else None
         self._expert_scope = f"experts of {int(ranks.min())}" if ranks is not None else ""
         self._scopes: dict[str, _Holding] = {}
@@ -59,7 +59,7 @@ class Holdings:
 
     @property
     def digests(self) -> dict[str, tuple[str, str]]:
-        """For each scope, of the names on the meta device and of the checksums."""
+        """For each scope, digests of the names of meta tensors and of the checksums."""
         return {
             scope: (digest_of(holding.metas), digest_of(holding.sums.items()))
             for scope, holding in self._scopes.items()
@@ -67,11 +67,11 @@ class Holdings:
 
     @property
     def details(self) -> dict[str, tuple[list[str], dict[str, int]]]:
-        """What ``digests`` are of."""
+        """For each scope, the names of meta tensors and the checksums."""
         return {scope: (holding.metas, holding.sums) for scope, holding in self._scopes.items()}
 
     def _tensors(self, plan: Plan) -> Iterator[tuple[str, str, Tensor, bool]]:
-        """(scope, name, tensor, whether its values count) of parameters and buffers."""
+        """Yields scope, name and tensor of parameters and buffers, and whether to compare them."""
         for unit in plan.units:
             for part in unit.buffers:
                 codec, scope = part.make_codec(), self._scope(part.kind.is_expert)
@@ -88,12 +88,12 @@ class Holdings:
 
 
 class Comparison:
-    """Of what all data-parallel ranks have built.
+    """Comparison of the models of all data-parallel ranks.
 
     Args:
         holdings: The holdings of this rank.
-        digests: :attr:`Holdings.digests` of all of them.
-        mesh: these ranks.
+        digests: :attr:`Holdings.digests` of each rank.
+        mesh: The data-parallel ranks.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Comparison:
 
     @property
     def metas_differ(self) -> bool:
-        """Whether other tensors are on the meta device on some ranks than on others."""
+        """Whether the sets of tensors on the meta device differ between ranks."""
         return self._differ(0)
 
     def other_value(self) -> str:
-        """Returns a text that names the first tensor whose values differ; "": all are equal.
-        Collective where they differ."""
+        """Returns a text that names the first tensor whose values differ; "" if all are equal.
+        Collective if values differ."""
         if not self._differ(1):
             return ""
         name, rank, other = _first_other_value(self.holdings, self.mesh)
@@ -120,10 +120,10 @@ class Comparison:
         )
 
     def check_values(self) -> None:
-        """Check that all ranks have built the same values. Collective where they have not.
+        """Check that all ranks have built the same values. Collective if values differ.
 
         Raises:
-            ValueError: they have not; on all ranks.
+            ValueError: Values differ. Raised on all ranks.
         """
         if found := self.other_value():
             raise ValueError(
@@ -142,8 +142,8 @@ class Comparison:
 
 
 def _first_other_value(holdings: Holdings, mesh: DataMesh) -> tuple[str, int, int]:
-    """The first parameter whose values differ, the rank of the others, and the first that has it.
-    Collective."""
+    """Returns the first parameter whose values differ, the rank on which they differ, and the first
+    rank that has the parameter. Collective."""
     found: list[Any] = gather_objects(holdings.details, mesh.control_group)
     firsts: dict[str, tuple[int, dict[str, int]]] = {}
     for rank, details in enumerate(found):
@@ -156,10 +156,10 @@ def _first_other_value(holdings: Holdings, mesh: DataMesh) -> tuple[str, int, in
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """An integer, 0-d, that tells values apart, and their order; the same on any device.
+    """Returns a 0-d integer that depends on the values and their order, but not on the device.
 
     Args:
-        tensor: plain, of any shape and dtype, on a device.
+        tensor: A plain tensor with values, of any shape and dtype.
     """
     flat = tensor.detach().reshape(-1)
     if flat.is_conj() or flat.is_neg():
@@ -168,7 +168,7 @@ def checksum(tensor: Tensor) -> Tensor:
         flat = torch.view_as_real(flat).reshape(-1)
     per_word = 8 // flat.dtype.itemsize
     if flat.storage_offset() % per_word or flat.data_ptr() % 8:
-        flat = flat.clone()  # 64-bit words must lie where such words may
+        flat = flat.clone()  # The view below needs 64-bit alignment.
     num_words = flat.numel() // per_word
     words = flat[: num_words * per_word].view(torch.int64)
     rest = flat[num_words * per_word :].view(_INTEGERS[flat.dtype.itemsize])
@@ -176,18 +176,18 @@ def checksum(tensor: Tensor) -> Tensor:
     rows, tail = words[: num_rows * _ROW].view(-1, _ROW), words[num_rows * _ROW :]
     total = _in_order(tail)
     if num_rows:
-        # Two passes at the speed of memory; a whole running sum would need memory of its own.
+        # These are two passes at memory bandwidth. A cumulative sum of all words needs more memory.
         total = total * 3 + _in_order(rows.sum(0)) * 5 + _in_order(rows.sum(1)) * 7
     return total * 9 + _in_order(rest) if rest.numel() else total
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """A sum in which each value counts as often as there are values from it on."""
+    """Returns the sum of the values, each weighted by the number of values from it on."""
     return values.cumsum(0, dtype=torch.int64).sum()
 
 
 def _to_host(sums: Sequence[Tensor]) -> list[int]:
-    """Their values, with one wait for each device."""
+    """Returns the values, with one host sync for each device."""
     by_device: dict[torch.device, list[int]] = {}
     for place, value in enumerate(sums):
         by_device.setdefault(value.device, []).append(place)
@@ -200,7 +200,7 @@ def _to_host(sums: Sequence[Tensor]) -> list[int]:
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """(name, module, attribute, buffer) of each buffer once."""
+    """Yields the name, module, attribute and tensor of each buffer once."""
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
@@ -210,7 +210,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tenso
 
 
 def has_experts(module: nn.Module) -> bool:
-    """Whether parameters of ``module`` are experts'."""
+    """Returns whether ``module`` has parameters of experts."""
     return any(param is not None and is_expert(param) for param in module._parameters.values())
 
 
@@ -220,5 +220,5 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def digest_of(lines: Any) -> str:
-    """Returns the digest of some objects, by their texts."""
+    """Returns a digest of the texts of some objects."""
     return hashlib.sha256("\n".join(map(str, lines)).encode()).hexdigest()

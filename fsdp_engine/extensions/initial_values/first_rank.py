@@ -1,6 +1,6 @@
-"""Values of the first rank: checks that it has them, and broadcasts buffers.
+"""Initial values of the first rank: checks that it has them, and broadcasts of buffers.
 
-Buffers of parameters broadcast theirs when they are built.
+Parameters are broadcast when the buffers of their units are built.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from fsdp_engine.extensions.initial_values.comparison import Comparison, digest_
 
 
 def check_first_has_all(comparison: Comparison, lacks: str) -> None:
-    """Some ranks have values where others are on the meta device: the first must have them."""
+    """Check that the first rank has all values that other ranks have.
+
+    Args:
+        comparison: The comparison of all data-parallel ranks.
+        lacks: Error text that names values that this rank cannot initialize; "" for none.
+
+    Raises:
+        ValueError: The first rank lacks a value. Raised on all ranks.
+    """
     found: list[Any] = gather_objects(
         (comparison.holdings.details, lacks), comparison.mesh.control_group
     )
@@ -40,13 +48,14 @@ def check_first_has_all(comparison: Comparison, lacks: str) -> None:
 
 
 def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None) -> None:
-    """Give all ranks the first one's buffers; experts, the first of theirs. Collective.
+    """Copy the buffers of the first rank to all ranks. Buffers of experts are copied from the first
+    of the ranks that share them. Collective.
 
-    A buffer that several modules have on the first rank becomes one buffer on all ranks. On ranks
-    that were moved to the meta device, torch has made a tensor for each module.
+    A buffer that several modules share on the first rank becomes shared on all ranks. On ranks that
+    were moved to the meta device, torch has created a tensor for each module.
 
     Raises:
-        ValueError: ranks have buffers of other names, shapes or dtypes; on all ranks.
+        ValueError: Names, shapes or dtypes of buffers differ. Raised on all ranks.
     """
     places: dict[bool, dict[str, tuple[nn.Module, str]]] = {False: {}, True: {}}
     for prefix, module in model.named_modules():
@@ -60,11 +69,11 @@ def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None
 
 
 def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> None:
-    """Give ``ranks`` the buffers of the first of them.
+    """Copy buffers from the first of ``ranks`` to the others.
 
     Args:
-        places: module and attribute of each buffer, by name.
-        ranks: The ranks of the same buffers.
+        places: Module and attribute of each buffer, by name.
+        ranks: The ranks that have these buffers.
     """
     buffers = {name: module._buffers[attribute] for name, (module, attribute) in places.items()}
     first_names: dict[int, str] = {}
@@ -86,8 +95,8 @@ def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> Non
         assert buffer is not None
         if not buffer.numel():
             continue
-        # Two modules may have one buffer here and two on the first rank. An expanded tensor
-        # cannot be written to.
+        # A buffer shared by two modules may be two buffers on the first rank, and expanded tensors
+        # cannot be written to: replace both by a copy.
         if owners[name] != name or 0 in buffer.stride():
             buffer = module._buffers[attribute] = buffer.clone(
                 memory_format=torch.contiguous_format

@@ -1,6 +1,6 @@
-"""Values of tensors on the meta device, those of the first rank, and values that are loaded later.
+"""Initial values that a rank has not built: of meta tensors, from the first rank, or loaded later.
 
-Which of these are needed is decided before anything is changed: see ``comparison.py``.
+These cases are distinguished before anything is changed: see ``compared_values.py``.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from fsdp_engine.units.plan import PlannedUnit
 
 
 class GivenValues(InitialValues):
-    """See the module docstring. Making it is collective.
+    """Assigns initial values; see the module docstring. The constructor is collective.
 
     Args:
         setup: The setup of the engine.
-        comparison: The comparison of what all data-parallel ranks have built.
-        from_first: see the class.
-        takes_first: buffers, too, are those of the first rank.
-        is_empty: tensors that are on the meta device on all ranks get memory, and values later.
-        has_meta: some rank of the model has tensors on the meta device.
-        ranks: all ranks of the model.
-        what: who asks, in messages.
+        comparison: The comparison of all data-parallel ranks.
+        from_first: See :class:`InitialValues`.
+        takes_first: Use the buffers of the first rank, too.
+        is_empty: Allocate tensors that are on the meta device on all ranks, without values.
+        has_meta: Whether any rank of the model has tensors on the meta device.
+        ranks: All ranks of the model.
+        what: Name of the calling function, for messages.
 
     Raises:
-        ValueError: on all ranks: values differ, the first rank has not got one that others have,
-            or a module on the meta device cannot make its own.
+        ValueError: Values differ, the first rank lacks a value that another rank has, or a module
+            on the meta device cannot initialize itself. Raised on all ranks.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class GivenValues(InitialValues):
         self._tree: ModuleTree | None = None
         self._error: Exception | None = None
         lacks = find_lacking(plan.root) if plan.on_meta else ""
-        # Parameters and buffers are those of the first rank, which alone needs to have any.
+        # Whether parameters and buffers are those of the first rank; only it needs values then.
         self._are_firsts = takes_first
         if comparison.metas_differ:
             check_first_has_all(comparison, lacks)
@@ -73,7 +73,7 @@ class GivenValues(InitialValues):
         elif not takes_first:
             comparison.check_values()
         self.from_first = from_first or self._are_firsts
-        # Names of tensors that get memory here, and their values later.
+        # Names of tensors that are allocated here and get their values later.
         self._missing: list[str] = []
         if is_empty:
             self._missing = [name for name, value in _saved(plan.root) if value.is_meta]
@@ -83,8 +83,8 @@ class GivenValues(InitialValues):
             self._seed = agree(what, None, ranks.control_group, seed)[0]
 
     def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
-        """See the class. A rank whose modules raise continues with the values in its memory, so
-        that all ranks issue the same collectives; :meth:`finish` raises on all ranks."""
+        """See the class. If a module raises, the rank continues with uninitialized values, so that
+        all ranks issue the same collectives; :meth:`finish` raises on all ranks."""
         if not self._plan.on_meta:
             return
         if self._tree is None:
@@ -92,7 +92,7 @@ class GivenValues(InitialValues):
         records = [
             record
             for part in planned.buffers
-            # The others' values come from there, so they need none.
+            # Other ranks receive the values of the first rank, so they initialize nothing.
             if not self._are_firsts or communicators.of(part.kind)[1].mesh.is_first
             for record in part.records
         ]
@@ -107,8 +107,8 @@ class GivenValues(InitialValues):
         """See the class.
 
         Raises:
-            Exception: a module on the meta device could not give itself values, on some rank; the
-                model is of no use any more.
+            Exception: A module on the meta device could not initialize itself on some rank. The
+                model cannot be used afterwards.
         """
         mesh = communicators.data.mesh
         checks = self._plan.on_meta or self._are_firsts
@@ -143,7 +143,7 @@ class GivenValues(InitialValues):
 
 
 def _saved(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of the model's state dict, whatever its hooks make of it."""
+    """Yields names and tensors of the model's state dict, without the effects of its hooks."""
     for prefix, module in model.named_modules():
         tensors = {**module._parameters, **module._buffers}
         for name, value in tensors.items():

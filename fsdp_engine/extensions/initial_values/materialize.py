@@ -1,10 +1,10 @@
-"""Allocates and initializes models on the meta device, one unit at a time.
+"""Allocation and initialization of models on the meta device, one unit at a time.
 
-A module is initialized by ``reset_parameters``, as torch's own modules are. If the model has a
-method ``_init_weights(module)``, as those of ``transformers`` and many others, it is called after
-that, also for modules without ``reset_parameters``. Modules are initialized after their children,
-as in their constructors: a parent may overwrite values of its children. A parent whose parameters
-are in several units is not initialized, because they are never allocated at the same time.
+A module is initialized by its ``reset_parameters``, which torch's own modules have. If the model
+has a method ``_init_weights(module)``, like those of ``transformers`` and others, it is called
+afterwards, also for modules without ``reset_parameters``. Modules are initialized after their
+children, as in their constructors: a parent may overwrite values of its children. A parent whose
+parameters are in several units is not initialized, because they are never allocated together.
 
 Layers with PEFT's adapters initialize the adapters (``extensions/adapters``).
 
@@ -31,21 +31,21 @@ from fsdp_engine.codecs.base import param_class_of
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import empty, empty_like
 
-# Adapters draw other values than the unit that they are in.
+# Offset of the seed of adapters, which must draw other values than their unit.
 _OF_ADAPTERS = 1 << 20
 
 
 def find_lacking(model: nn.Module) -> str:
-    """Find what cannot give itself values.
+    """Find a module that cannot initialize itself.
 
     Returns:
-        The text of an error, or "": it names a module with meta tensors that has no
-        ``reset_parameters``, in a model without an ``_init_weights``.
+        The text of an error that names a module with meta tensors but without
+        ``reset_parameters``, in a model without ``_init_weights``. "" if there is none.
     """
     if callable(getattr(model, "_init_weights", None)):
         return ""
     covered: Collection[nn.Module] | None = None
-    # Any module that has a buffer may give it its values.
+    # A shared buffer may be initialized by any module that has it.
     given = {
         id(buffer)
         for module in model.modules()
@@ -54,7 +54,7 @@ def find_lacking(model: nn.Module) -> str:
     }
     for name, module in model.named_modules():
         if isinstance(module, ParametrizationList):
-            continue  # the module that has it gives it values
+            continue  # The parametrized module initializes its tensors.
         own = [*module._parameters.items(), *module._buffers.items(), *_originals(module)]
         metas = [
             attribute for attribute, t in own if t is not None and t.is_meta and id(t) not in given
@@ -74,21 +74,23 @@ def find_lacking(model: nn.Module) -> str:
 
 
 def _find_adapters(model: nn.Module) -> Any:
-    """Returns the layers of ``model`` that give their adapters values; None: the extension for
-    adapters was deleted."""
+    """Returns the layers of ``model`` that initialize their adapters. None: the extension
+    ``adapters`` was deleted."""
     adapters = find_module("adapters.peft_names")
     return None if adapters is None else adapters.AdapterLayers(model)
 
 
 class ModuleTree:
-    """Which modules can give values once some parameters are real. Made once for a model.
+    """Finds the modules that can be initialized when some parameters are allocated.
 
     Args:
-        model: before any of its parameters is replaced.
+        model: The model, before any of its parameters is replaced.
 
     Attributes:
-        adapters: layers that give their adapters values; None: there is no extension for them.
-        buffers: those on the meta device.
+        model: The model.
+        adapters: The layers that initialize their adapters. None: the extension was deleted.
+        covered: Modules with tensors of adapters, which the adapters' layers initialize.
+        buffers: The buffers on the meta device.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -96,7 +98,7 @@ class ModuleTree:
         self.adapters = _find_adapters(model)
         self.covered: Collection[nn.Module] = () if self.adapters is None else self.adapters.covered
         self.buffers = MetaBuffers(model)
-        self._modules: dict[int, nn.Module] = {}  # children first, as they were built
+        self._modules: dict[int, nn.Module] = {}  # children first, in the order of construction
         nn.Module.apply(model, self._enter)
         self._parents: dict[int, list[nn.Module]] = {key: [] for key in self._modules}
         for module in self._modules.values():
@@ -114,13 +116,13 @@ class ModuleTree:
         self._modules.setdefault(id(module), module)
 
     def _upwards(self, module: nn.Module) -> Iterator[nn.Module]:
-        """``module`` and all that it is in, some of them more than once."""
+        """Yields ``module`` and all modules that contain it, some of them more than once."""
         yield module
         for parent in self._parents[id(module)]:
             yield from self._upwards(parent)
 
     def ready(self, records: Sequence[ParamRecord]) -> list[nn.Module]:
-        """Modules that own one of these parameters, or have no others; children first."""
+        """Returns modules that own any of these parameters or contain no others, children first."""
         hits: Counter[int] = Counter()
         found: set[int] = set()
         for record in records:
@@ -140,29 +142,29 @@ def materialize(
     *,
     is_empty: bool = False,
 ) -> None:
-    """Give the meta parameters of one unit real values.
+    """Allocate and initialize the meta parameters of one unit.
 
     Args:
-        tree: The tree of the whole model.
-        records: the unit's parameters; ``record.param`` and the modules get the real ones.
-        device: where.
-        seed: the same on all ranks, so that all ranks draw the same values.
-        base_seed: the same on all ranks, and for all units: experts draw by their names among all
-            experts, so that they have the same values however many ranks they are cut over.
-        is_empty: parameters are NaN (0 where they are no floats), to be loaded later. Modules
-            with buffers give themselves values all the same, since not all buffers are saved.
+        tree: The tree of the model.
+        records: The parameters of the unit. ``record.param`` and the modules get the new ones.
+        device: The device of the new parameters.
+        seed: Equal on all ranks, so that all ranks draw the same values.
+        base_seed: Equal on all ranks and for all units. Experts are seeded by their names among
+            all experts, so their values do not depend on the number of ranks that share them.
+        is_empty: Fill parameters with NaN (or 0 if they are not floats); they are loaded later.
+            Modules with buffers are initialized anyway, since not all buffers are saved.
 
     Raises:
-        ValueError: a tensor was left without values, or a parametrisation cannot turn
-            a value into what it keeps.
+        ValueError: A tensor was left without values, or a parametrization cannot convert a value to
+            the tensors that it stores.
     """
     metas = [record for record in records if record.param.is_meta]
-    # Containers among them get no tensors of their own, but may give their children values.
+    # Containers have no tensors of their own, but may initialize those of their children.
     modules = {module: _metas_of(module) for module in tree.ready(metas)}
     originals = [record.param for record in metas]
     for record in metas:
-        # Of a DTensor the global tensor, so that values are those of the model without it.
-        # Modules give plain tensors their values, whatever their class.
+        # For a DTensor use the global shape, so that values are those of the model without it.
+        # Modules initialize plain tensors, whatever the class of the parameter.
         param = record.param
         param_class = param_class_of(param)
         marks = vars(record.shard) if param_class is None else param_class.marks(param)
@@ -170,7 +172,7 @@ def materialize(
         if record.expert is not None and record.expert.is_cut:
             shape = record.expert.whole_shape(shape)
         if is_empty and not any(module._buffers for module, _ in record.holders):
-            # One element stands for all: nothing as large as the model is ever there.
+            # Expand one element, so that memory of the size of the model is never allocated.
             values = _valueless(empty((), param.dtype, device)).expand(shape)
         elif record.spread is None and not _is_cut(record) and param_class is None:
             values = empty_like(param, device)
@@ -201,7 +203,7 @@ def materialize(
 
 
 def _replace(record: ParamRecord, param: nn.Parameter) -> None:
-    """``param`` is the record's, and that of its modules, from now on."""
+    """Set the parameter of a record and of its modules."""
     record.param = param
     for module, attribute in record.holders:
         module._parameters[attribute] = param
@@ -210,7 +212,7 @@ def _replace(record: ParamRecord, param: nn.Parameter) -> None:
 def _begin_adapters(
     adapters: Any, records: Sequence[ParamRecord], device: torch.device, seed: int
 ) -> None:
-    """Values for those of the records that are an adapter's; all others of a unit have theirs."""
+    """Initialize the parameters of adapters; all others of the unit are initialized already."""
     names = {alias: record for record in records for alias in record.aliases}
     places = adapters.places(names)
     if not places:
@@ -256,14 +258,14 @@ def materialize_buffers(
     values: bool = True,
     is_empty: bool = False,
 ) -> None:
-    """Real values for modules that own meta buffers but no meta parameter.
+    """Allocate and initialize the buffers of modules that own no meta parameter.
 
     Args:
-        tree: The tree of the whole model.
-        device: where.
-        seed: the same on all ranks.
-        values: False: memory alone, for another rank's values.
-        is_empty: buffers that are saved need none.
+        tree: The tree of the model.
+        device: The device of the new buffers.
+        seed: Equal on all ranks.
+        values: False: only allocate memory, for values of another rank.
+        is_empty: Do not initialize buffers that are saved.
     """
     lonely = {module: names for module in tree.model.modules() if (names := _metas_of(module))}
     for module in lonely:
@@ -275,11 +277,11 @@ def materialize_buffers(
 
 
 def check_attributes(model: nn.Module) -> None:
-    """Check that no module has a tensor on the meta device that is no parameter and no buffer. Such
-    a tensor gets no values from other ranks, and the first forward would fail on this rank only.
+    """Check that no module has a meta tensor that is neither a parameter nor a buffer. Such a
+    tensor gets no values from other ranks, and the first forward would fail on this rank only.
 
     Raises:
-        ValueError: one has; names the attribute.
+        ValueError: A module has such a tensor; names the attribute.
     """
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
@@ -305,17 +307,17 @@ def _contains_meta(value: Any) -> bool:
 
 
 class MetaBuffers:
-    """Buffers of a model on the meta device, and the real ones in their place.
+    """Buffers of a model on the meta device, and the buffers that replace them.
 
-    A buffer that several modules have stays one: the first module gets memory for it, and the
-    others get the same tensor. Any of them may give it its values.
+    A buffer that several modules share stays shared: memory is allocated for the first module, and
+    the others get the same tensor. Any of the modules may initialize it.
 
     Args:
-        model: before any of its buffers is replaced.
+        model: The model, before any of its buffers is replaced.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # with the key's tensor
+        self._real: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id of the meta tensor
         self._model = model
         self._shared: set[int] = set()
         self._num_modules = Counter(
@@ -326,7 +328,7 @@ class MetaBuffers:
         )
 
     def allocate(self, module: nn.Module, device: torch.device) -> None:
-        """Replace the meta buffers of a module."""
+        """Replace the meta buffers of a module by allocated ones."""
         for name, buffer in module._buffers.items():
             if buffer is None or not buffer.is_meta:
                 continue
@@ -338,14 +340,14 @@ class MetaBuffers:
             module._buffers[name] = self._real[id(buffer)][1]
 
     def is_shared(self, buffer: torch.Tensor | None) -> bool:
-        """Whether several modules have this real buffer."""
+        """Returns whether several modules share this allocated buffer."""
         return id(buffer) in self._shared
 
     def check_values(self) -> None:
-        """Check the buffers that several modules have, when all modules have been initialized.
+        """Check shared buffers after all modules have been initialized.
 
         Raises:
-            ValueError: none of its modules gave a buffer its values.
+            ValueError: None of its modules has initialized a buffer.
         """
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
@@ -366,7 +368,7 @@ def _is_cut(record: ParamRecord) -> bool:
 
 
 def _keep_own_experts(record: ParamRecord) -> None:
-    """Of a tensor of all experts this rank's part takes its place."""
+    """Replace a parameter with the weights of all experts by the shard of this rank."""
     expert, whole = record.expert, record.param
     assert expert is not None
     values = whole.detach().chunk(expert.size)[expert.rank].clone()
@@ -378,7 +380,7 @@ def _keep_own_experts(record: ParamRecord) -> None:
 def _seeds_of_experts(
     modules: Iterable[nn.Module], records: Sequence[ParamRecord], base_seed: int
 ) -> dict[nn.Module, int]:
-    """Seeds of those modules that hold experts and nothing else."""
+    """Returns a seed for each module that contains parameters of experts only."""
     names = {
         id(record.param): record.expert.rename(record.name)
         for record in records
@@ -404,10 +406,10 @@ def _reset(
     *,
     is_empty: bool = False,
 ) -> None:
-    """``modules``: children first, with the names of tensors that have no values yet.
+    """Initialize ``modules`` (children first; with names of their tensors without values).
 
-    ``own_seeds``: of those that do not draw after the others. ``is_empty``: saved tensors are
-    loaded later.
+    ``own_seeds``: seeds of modules that have one of their own. ``is_empty``: initialize only
+    tensors that are not saved.
     """
     if not modules:
         return
@@ -416,14 +418,14 @@ def _reset(
         torch.manual_seed(seed)
         for module, names in modules.items():
             if isinstance(module, ParametrizationList):
-                continue  # the module that has it comes later
+                continue  # The parametrized module is initialized later.
             if any(tensor.is_meta for _, tensor in _originals(module)):
-                continue  # another unit has them
+                continue  # The originals belong to another unit.
             if is_empty:
                 names = [name for name in names if name in module._non_persistent_buffers_set]
                 if not names:
                     continue
-            # Another module may have given a shared buffer its values.
+            # Another module may have initialized a shared buffer already.
             names = [n for n in names if not tree.buffers.is_shared(module._buffers.get(n))]
             reset = _reset_parametrized if is_parametrized(module) else _reset_module
             if own_seeds is None or module not in own_seeds:
@@ -439,7 +441,7 @@ InitWeights = Callable[[nn.Module], Any] | None
 
 def _reset_module(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
     own = {**module._parameters, **module._buffers}
-    # A parameter that another unit has may still be on the meta device.
+    # A parameter of another unit may still be on the meta device.
     real = {name: t for name in names if (t := own[name]) is not None and not t.is_meta}
     floats = {name: tensor for name, tensor in real.items() if tensor.is_floating_point()}
     for tensor in floats.values():
@@ -450,7 +452,7 @@ def _reset_module(module: nn.Module, names: list[str], init_weights: InitWeights
     if callable(init_weights):
         init_weights(module)
     for name in floats:
-        # By name: a module may have put another tensor there.
+        # Look it up by name: the module may have replaced the tensor.
         tensor = getattr(module, name)
         if tensor.isnan().any():
             who = "its reset_parameters()" if callable(reset) else "the model's _init_weights()"
@@ -461,7 +463,7 @@ def _reset_module(module: nn.Module, names: list[str], init_weights: InitWeights
 
 
 def _originals(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What the parametrisations of a module keep, by name."""
+    """Returns the tensors that the parametrizations of a module store, by name."""
     if not is_parametrized(module):
         return []
     lists: Any = module.parametrizations
@@ -473,7 +475,7 @@ def _originals(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def _reset_parametrized(module: nn.Module, names: list[str], init_weights: InitWeights) -> None:
-    """Values for a module of the class that it had before, with parameters; then those are set."""
+    """Initialize a plain module of the original class, then assign its values to ``module``."""
     lists: Any = module.parametrizations
     plain: nn.Module = object.__new__(type(module).__bases__[0])
     plain.__dict__ = {
@@ -499,4 +501,4 @@ def _reset_parametrized(module: nn.Module, names: list[str], init_weights: InitW
                 f"the meta device: {error}"
             ) from error
     if resets and callable(init_weights):
-        init_weights(module)  # as when it was built: what it does to computed tensors is lost
+        init_weights(module)  # Called as at construction; its changes to computed tensors are lost.

@@ -1,1 +1,1 @@
-"""Tensors that a module keeps beside its output, through which gradients can enter its unit."""
+"""Tensors that a module keeps in addition to its output, where a backward of its unit can start."""

@@ -1,26 +1,27 @@
-"""Tensors that a module keeps beside its output, through which gradients can enter its unit.
+"""Tensors that a module keeps in addition to its output, where a backward of its unit can start.
 
 [Note: Kept tensors]
 A module can compute a tensor and keep it: an early exit or an auxiliary loss in an attribute, keys
 and values in a cache, the result of a forward hook in a list. If the loss uses such a tensor, the
-backward of the unit can begin there and not at an output:
+backward of the unit can start there instead of at an output:
 
     out = x + f(x); self.kept = self.exit(out); return out
 
-Autograd runs functions in the reverse of the order in which they were made, which is the order of
-their sequence numbers. Those of ``kept`` run before the hook on ``out``. If the loss does not
-depend on ``out``, that hook does not run at all. So the hook of outputs is also registered on kept
-tensors. They are searched for in attributes of the module and its children, and in containers and
-objects among these and among the arguments.
+Autograd runs functions in the reverse order of their creation, i.e. of their sequence numbers. The
+functions of ``kept`` run before the hook on ``out``. If the loss does not depend on ``out``, that
+hook does not run at all. So the hook of outputs is also registered on kept tensors. They are
+searched for in attributes of the module and its children, in the arguments, and in containers and
+objects that these hold.
 
-A steady forward searches nothing. A call is searched if it makes a number of functions that no
-call before it made, if tensors were found in a call with this number, or if its last function is
-not that of an output.
+A steady forward is not searched. A call is searched if no earlier call has created the same number
+of functions, if tensors were found in a call with this number, or if its last function is not that
+of an output.
 
 A tensor that was computed after the outputs can be kept elsewhere, as in a list of a closure. It is
-looked for among all objects of the interpreter, once for each number of functions, and its unit is
-no longer freed. If such a tensor was computed before an output, and the loss does not use the
-output, the start of the unit's backward is not observed: its functions find no weights.
+searched for among all objects of the interpreter, once for each number of functions, and if one is
+found, its unit is no longer freed. If such a tensor was computed before an output, and the loss
+does not use the output, the start of the unit's backward is not detected: the weights are not
+gathered, and its functions fail.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from torch import Tensor, nn
 
 from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 
-# Objects that a search visits at most.
+# Maximum number of objects that a search visits.
 _MOST_OBJECTS = 4096
-# Numbers of functions that are remembered for a module; of these, those for which all objects of
-# the interpreter are searched.
+# Maximum counts of functions that are remembered for a module, and the maximum number of these for
+# which all objects of the interpreter are searched.
 _MOST_COUNTS = 64
 _MOST_SEARCHES = 8
 _NOT_SEARCHED = (
@@ -57,15 +58,15 @@ _NOT_SEARCHED = (
     types.MethodType,
 )
 _PACKAGE = __name__.partition(".")[0] + "."
-# Attributes of all modules in which no forward keeps tensors.
+# Attributes that all modules have, in which no forward keeps tensors.
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) - {"_buffers"}
 
 
 class FoundTensors(KeptTensors):
-    """See [Note: Kept tensors]."""
+    """Searches for tensors that modules keep. See [Note: Kept tensors]."""
 
     def __init__(self) -> None:
-        # By the number of functions that a call makes.
+        # By the number of functions that a call creates.
         self._are_found: dict[int, bool] = {}
         self._hidden: dict[int, str | None] = {}
 
@@ -115,7 +116,7 @@ def _number_of(tensor: Tensor) -> int:
         return -1
     try:
         node: Any = tensor.grad_fn
-    except RuntimeError:  # a view of memory that was changed in place in a way that torch refuses
+    except RuntimeError:  # A view of memory that was changed in place in a way that torch refuses.
         return -1
     return -1 if node is None else int(node._sequence_nr())
 
@@ -130,7 +131,7 @@ def _own_attributes(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
-    """Every tensor in containers and attributes of objects, from ``roots`` on."""
+    """Yields the tensors in ``roots``, their containers and attributes of objects, recursively."""
     stack, seen = list(roots), set[int]()
     while stack and len(seen) < _MOST_OBJECTS:
         each = stack.pop()
@@ -140,8 +141,8 @@ def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
         if isinstance(each, _NOT_SEARCHED) or id(each) in seen:
             continue
         if type(each).__module__.startswith(_PACKAGE):
-            # The engine's own objects. They keep none, and CPython reads attributes of an object
-            # whose `__dict__` was asked for more slowly, for as long as it lives.
+            # The engine's own objects keep no such tensors, and after an access to ``__dict__``
+            # CPython reads the attributes of an object more slowly for the rest of its life.
             continue
         seen.add(id(each))
         if isinstance(each, Mapping):

@@ -1,8 +1,8 @@
-"""Optimizers that quantise their state in blocks, of torchao, bitsandbytes and pytorch_optimizer.
+"""Optimizers of torchao, bitsandbytes and pytorch_optimizer that quantise their state in blocks.
 
 [Note: Blocks of quantised state]
-A block is ``block_size`` consecutive elements of a parameter (256; torchao's 4 bits: 128) with one
-scale. No shard boundary divides a block ([Note: Blocks] in ``layout/placement.py``), so the
+A block is ``block_size`` consecutive elements of a parameter (256; 128 for torchao's 4 bits) with
+one scale. No shard boundary divides a block ([Note: Blocks] in ``layout/placement.py``), so the
 package's own step on a slice computes the codes and scales of the full parameter, on any number of
 ranks and at any level:
 
@@ -10,7 +10,7 @@ ranks and at any level:
     rank 0   | block 0 | block 1 |
     rank 1                       | block 2 | block 3 | b4|
 
-torchao and bitsandbytes quantise the state of tensors of at least 4,096 elements only. A shadow
+torchao and bitsandbytes only quantise the state of tensors of at least 4,096 elements. A shadow
 ([Note: Shadow optimizer] in ``optim/sharded_step.py``) has slices as parameters, so a mixin decides
 for each slice as the package does for the full parameter.
 """
@@ -23,7 +23,7 @@ from fsdp_engine.optim.step_listeners import add_step_check
 
 
 def register() -> None:
-    """Check each step of an optimizer of torchao."""
+    """Register a check of each step of torchao's optimizers."""
     add_step_check(_check_torchao)
 
 

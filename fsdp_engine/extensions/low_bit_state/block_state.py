@@ -12,21 +12,21 @@ TORCHAO = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 
 
 class BlockState(StateFormat):
-    """See [Note: Blocks of quantised state] in the folder's ``__init__.py``."""
+    """Base class; see [Note: Blocks of quantised state] in the folder's ``__init__.py``."""
 
     def block_size(self, optimizer: Any, number: int, index: int) -> int:
-        """Returns the number of elements of a block of a sharded parameter's state; 0: the state is
-        not quantised.
+        """Returns the block size in elements for the state of a sharded parameter; 0 if the state
+        is not quantised.
 
         Args:
             optimizer: The optimizer.
-            number: The number of a param group.
-            index: The place of the parameter in the group.
+            number: Number of the param group.
+            index: Index of the parameter in the group.
         """
         raise NotImplementedError
 
     def check(self, optimizer: Any) -> None:
-        """See :class:`StateFormat`. All ranks raise."""
+        """See :class:`StateFormat`. Raises on all ranks."""
         for number, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
                 if not isinstance(param, FlatDTensor):

@@ -1,4 +1,4 @@
-"""Chooses the format of an optimizer's state by the package of its class."""
+"""Choice of the format of an optimizer's state by the package of its class."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from fsdp_engine.extensions.low_bit_state.block_state import TORCHAO
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim.state_format import StateFormat
 
-# State dicts of bitsandbytes have the tensors of quantised state in a dict within a parameter's
-# state. Among them are maps of codes, which are equal for all parameters.
+# In state dicts of bitsandbytes the tensors of quantised state are in a dict within the state of a
+# parameter. They include maps of codes, which are equal for all parameters.
 _WITHIN = "__bnb_optimizer_quant_state__"
 _MAPS = ("qmap1", "qmap2")
 _FLASH_SCALES = "::scales"
 
 
 class LowBitFormats(StateFormat):
-    """See :class:`StateFormat`."""
+    """Formats of the supported packages. See :class:`StateFormat`."""
 
     @classmethod
     def of(cls, optimizer: Any) -> StateFormat:

@@ -1,7 +1,7 @@
-"""State of bitsandbytes, and of pytorch_optimizer's FlashAdamW: codes in one tensor, and scales of
+"""State of bitsandbytes and of pytorch_optimizer's FlashAdamW: codes in one tensor, and scales of
 blocks in another.
 
-Both are saved as they are, under the package's names, as slices of the tensors of one process.
+Both are saved unchanged, under the package's names, as slices of the tensors of one process.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from fsdp_engine.optim.state_format import StateFormat
 
 _BLOCK = 256
 _ELEMENTWISE = ("adam", "ademamix", "adagrad", "lion", "momentum", "rmsprop")
-# Scales have an element for each block. Maps of codes are equal for all parameters.
+# Scales have one element per block. Maps of codes are equal for all parameters.
 _SCALES = ("absmax1", "absmax2")
 _MAPS = ("qmap1", "qmap2")
-# FlashAdamW has a scale for each 32 elements of every parameter. All shard boundaries are multiples
+# FlashAdamW has a scale for every 32 elements of each parameter. All shard boundaries are multiples
 # of 64.
 _FLASH_BLOCK = 32
 
 
 class BitsandbytesRules:
-    """Mixin of a shadow of bitsandbytes': a slice has the configuration of its parameter, and its
-    state is quantised if that of the full parameter is."""
+    """Mixin of a shadow of bitsandbytes' optimizers. A slice has the configuration of its
+    parameter, and its state is quantised if that of the full parameter is."""
 
     __slots__ = ()
 
@@ -45,16 +45,16 @@ class BitsandbytesRules:
     def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
         if p.numel():
             super().update_step(group, p, gindex, pindex)  # type: ignore[misc]
-        else:  # kernels cannot be launched for no element
+        else:  # Kernels cannot be launched for zero elements.
             self.state[p]["step"] += 1
 
     def check_overrides(self) -> None:
-        # They are of parameters of modules, which are no slices.
+        # Overrides are for parameters of modules, not for slices.
         _unsharded(self).check_overrides()
 
 
 def _unsharded(shadow: Any) -> Any:
-    """The shadow with the optimizer's own parameters in its groups."""
+    """Returns the shadow with the optimizer's own parameters in its groups."""
     original: Any = object.__new__(type(shadow).__bases__[-1])
     original.__dict__ = shadow.__dict__
     return original
@@ -65,15 +65,15 @@ def _is_large(param: FlatDTensor, config: Mapping[str, Any]) -> bool:
 
 
 class BitsandbytesState(BlockState):
-    """See :class:`StateFormat`."""
+    """The format of bitsandbytes. See :class:`StateFormat`."""
 
     mixins = (BitsandbytesRules,)
 
     def is_elementwise(self, optimizer: Any, kind: type) -> bool:
-        """See :class:`StateFormat`: not subclasses, and neither LARS and LAMB nor clipping by norms
-        of parameters."""
+        """See :class:`StateFormat`. False for subclasses, LARS, LAMB, and clipping by norms of
+        parameters."""
         args = getattr(optimizer, "args", None)
-        # The last two were options of version 0.48 and earlier.
+        # Only versions up to 0.48 have the last two options.
         return (
             kind is type(optimizer)
             and kind.__module__.startswith("bitsandbytes.optim.")
@@ -98,7 +98,7 @@ class BitsandbytesState(BlockState):
 
 
 class FlashState(StateFormat):
-    """See :class:`StateFormat`."""
+    """The format of FlashAdamW. See :class:`StateFormat`."""
 
     def placement_of(self, key: Any, placement: FlatPlacement) -> FlatPlacement | None:
         """See :class:`StateFormat`."""

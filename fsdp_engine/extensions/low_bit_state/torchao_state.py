@@ -2,17 +2,17 @@
 
 [Note: Values of quantised state]
 A state of torchao is one tensor of a subclass with codes and scales. ``state_dict()`` replaces it
-by fp32 values, as for any Adam, and ``load_state_dict()`` quantises them. The values quantise to
-the codes and scales that they came from, bit for bit:
+by fp32 values, as for any Adam, and ``load_state_dict()`` quantises them. The saved values quantise
+to exactly the same codes and scales:
 
-- The scale of a block is its largest magnitude (fp8: divided by 448). A signed map of codes goes
+- The scale of a block is its largest magnitude (fp8: divided by 448). A signed map of codes ranges
   from -0.993 (4 bits: -0.888) to 1. If the largest element of a block was negative, it was
-  ``-scale``, and its value is ``-scale`` instead of ``-0.993 * scale``.
-- fp8: ``(448 * scale) / 448`` may differ from ``scale`` in the last bit. The value of the largest
-  element is then a neighbour of ``448 * scale`` that does not.
+  ``-scale``, so its saved value is ``-scale`` instead of ``-0.993 * scale``.
+- fp8: ``(448 * scale) / 448`` may differ from ``scale`` in the last bit. Then the saved value of
+  the largest element is a neighbour of ``448 * scale`` whose quotient is ``scale``.
 
-torch converts loaded values to the parameter's dtype, which may be bf16. To lose no precision, they
-are quantised from the values as they were before.
+torch converts loaded values to the parameter's dtype, which may be bf16. To lose no precision, the
+state is quantised from the values before that conversion.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _QUANTIZED = (_SIGNED, "exp_avg_sq", "max_exp_avg_sq")
 
 
 def refuse_unsharded_step(optimizer: Optimizer) -> None:
-    """Check an optimizer before its step, which would fail half way.
+    """Check an optimizer before its step, which would otherwise fail midway.
 
     Raises:
-        RuntimeError: it holds sharded parameters, and was not passed to
+        RuntimeError: The optimizer holds sharded parameters and was not passed to
             :func:`~fsdp_engine.shard_optimizer`.
     """
     is_of_torchao = any(kind.__module__.startswith(TORCHAO) for kind in type(optimizer).__mro__)
@@ -78,7 +78,7 @@ def _new_buffer(
     local: Tensor,
     signed: bool,
 ) -> Tensor:
-    """Zeros for a state of a slice, quantised if ``make`` quantises that of the full tensor."""
+    """Returns zeros for the state of a slice; quantised if ``make`` quantises the full tensor's."""
     if not local.numel() or not _quantizes(make, placement, local.dtype, signed):
         return allocator.zeros(tuple(local.shape), local.dtype, local.device)
     made: Tensor = optimizer._subclass_zeros(local, signed, optimizer.block_size)
@@ -91,14 +91,14 @@ def _quantizes(
     dtype: torch.dtype,
     signed: bool,
 ) -> bool:
-    # In a simulation, too: torchao reads the values of its maps of codes once, and keeps them.
+    # Leave fake mode also in a simulation: torchao reads its maps of codes once and keeps them.
     with unset_fake_temporarily():
         full = torch.empty(placement.sharded_shape, dtype=dtype, device="meta")
         return _is_subclass(make(full, signed))
 
 
 class TorchaoState(BlockState):
-    """See :class:`StateFormat` and [Note: Values of quantised state]."""
+    """The format of torchao. See :class:`StateFormat` and [Note: Values of quantised state]."""
 
     mixins = (TorchaoRules,)
     has_plain_tensors = False
@@ -130,7 +130,7 @@ class TorchaoState(BlockState):
             else state
             for key, state in state_dict["state"].items()
         }
-        # A rank without elements of a parameter has plain state, in the parameter's dtype.
+        # A rank without elements of a parameter has plain state in the parameter's dtype.
         keys = _members(state_dict["param_groups"])
         for key, param in zip(keys, _members(optimizer.param_groups), strict=True):
             if key not in states or not isinstance(param, FlatDTensor) or param.local.numel():
@@ -157,29 +157,29 @@ class TorchaoState(BlockState):
 
 
 def _has_codes(optimizer: Any, param: FlatDTensor) -> bool:
-    """Whether the optimizer quantises the state of a sharded parameter."""
+    """Returns whether the optimizer quantises the state of a sharded parameter."""
     make = getattr(optimizer, "_new_buffer", None)
     return make is not None and _quantizes(make, param.flat_placement, param.dtype, True)
 
 
 class SeededRounding:
-    """Step hooks of torchao's optimizers with ``bf16_stochastic_round``: ranks that hold the same
+    """Step hooks for torchao's optimizers with ``bf16_stochastic_round``. Ranks that hold the same
     elements draw the same random numbers, so that replicas stay equal.
 
-    Within a step random numbers are seeded with the number of steps and with the elements that this
-    rank holds. The step does not change the user's random numbers. If it raises, they stay seeded.
+    Within a step, random numbers are seeded with the number of steps and the ranges of elements
+    that this rank holds. The user's random state is restored afterwards, unless the step raises.
     """
 
     def __init__(self) -> None:
         self._forked: AbstractContextManager[None] | None = None
 
     def register(self, optimizer: Optimizer) -> None:
-        """Hook it to its optimizer."""
+        """Register the hooks of the optimizer."""
         optimizer.register_step_pre_hook(self._seed)
         optimizer.register_step_post_hook(self._restore)
 
     def _seed(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if isinstance(optimizer, Shadow):  # a subclass's step calls its parent's
+        if isinstance(optimizer, Shadow):  # The step of a subclass calls its parent's step.
             return
         params: list[Tensor] = _members(optimizer.param_groups)
         steps = (state["step"] for state in optimizer.state.values() if "step" in state)
@@ -189,7 +189,7 @@ class SeededRounding:
         devices = [] if device.type == "cpu" else [device]
         self._forked = torch.random.fork_rng(devices, device_type=device.type)
         self._forked.__enter__()
-        # Of tuples of integers, the hash is the same in all processes.
+        # The hash of a tuple of integers is the same in all processes.
         torch.manual_seed(hash((int(next(steps, 0)), held)))
 
     def _restore(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -203,8 +203,8 @@ def _members(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
 
 
 def _quantized(optimizer: Any, param: Any, name: str, value: Tensor) -> Tensor | None:
-    """A loaded value, quantised as a step has it; None if it is not quantised, or of another
-    shape, where the next step raises."""
+    """Returns a loaded value, quantised as in a step. None if it is not quantised, or has another
+    shape, for which the next step raises."""
     placement = param.flat_placement if isinstance(param, FlatDTensor) else None
     local: Tensor | None = _values_of(value)
     if placement is not None:
@@ -225,7 +225,7 @@ def _quantized(optimizer: Any, param: Any, name: str, value: Tensor) -> Tensor |
 
 
 def _slice_of(value: Tensor, placement: FlatPlacement) -> tuple[Tensor | None, FlatPlacement]:
-    """The plain slice of a loaded value, and its placement; None for a slice of another shape."""
+    """Returns the plain slice of a loaded value (None if the shape differs), and its placement."""
     if isinstance(value, FlatDTensor):
         return value.local, value.flat_placement
     if isinstance(value, DTensor):
@@ -235,7 +235,7 @@ def _slice_of(value: Tensor, placement: FlatPlacement) -> tuple[Tensor | None, F
 
 
 def _values_of(value: Any) -> Any:
-    """A state in fp32 if it is quantised, else the same."""
+    """Returns the fp32 values of a quantised state; other values unchanged."""
     local = value._local_tensor if isinstance(value, FlatDTensor) else value
     if not isinstance(local, Tensor) or isinstance(local, DTensor) or not _is_subclass(local):
         return value
@@ -247,8 +247,8 @@ def _values_of(value: Any) -> Any:
 
 @torch.no_grad()
 def _exact_values(state: Any) -> Tensor:
-    """The fp32 values that quantise to the same codes and scales. See [Note: Values of quantised
-    state]."""
+    """Returns fp32 values that quantise to the same codes and scales. See [Note: Values of
+    quantised state]."""
     values: Tensor = state.dequantize()
     blocks, scales = values.reshape(-1, state.block_size), state.scale.view(-1, 1)
     if not hasattr(state, "qmap"):
@@ -265,7 +265,7 @@ def _exact_values(state: Any) -> Tensor:
 
 
 def _divides_to(quotients: Tensor, divisor: float) -> Tensor:
-    """Numbers whose quotients by ``divisor`` are, rounded, the given ones."""
+    """Returns numbers whose quotients by ``divisor``, rounded, are ``quotients``."""
     found = quotients * divisor
     for neighbour in (found.nextafter(found * 2), found.nextafter(found * 0)):
         is_better = (found / divisor != quotients) & (neighbour / divisor == quotients)

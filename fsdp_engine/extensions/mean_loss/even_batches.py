@@ -85,7 +85,7 @@ class _Reader:
             self.has_batch, self.error = False, error
 
     def message(self, rank: int, num_ranks: int) -> bytearray:
-        """Returns this rank's message; its maximum over ranks goes to :func:`_read_message`."""
+        """Returns this rank's message. :func:`_read_message` reads its maximum over ranks."""
         content = bytearray(num_ranks + 2)
         content[rank] = self.has_batch
         content[-2] = not self.has_batch and self.error is None

@@ -243,8 +243,8 @@ class MeanLosses(GradientObserver):
         """Scale the gradients to those of the mean. They become zero if there were no samples.
 
         Raises:
-            RuntimeError: A gradient comes from a penalty on sharded parameters; names the
-                parameter. Or, on a CPU, some ranks had other losses.
+            RuntimeError: A penalty was computed with sharded parameters; names a parameter.
+                Or, on a CPU, some ranks had other losses.
         """
         step = self._step
         self.discard()
@@ -315,10 +315,11 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
 
     Raises:
         ValueError: A shape is wrong, or ``count`` is negative or infinite.
-        RuntimeError: The module is a pipeline stage, whose loss other ranks compute. Raised by
-            backward: gradients of an earlier step are not cleared; the step of the result is over;
-            the step has a penalty that was computed with sharded parameters, or another loss on
-            any rank. Raised by an operation that adds another loss to the result.
+        RuntimeError: The module is a pipeline stage, whose loss other ranks compute, or the engine
+            has replicas. Raised by backward: gradients of an earlier step are not cleared; the step
+            of the result is over; the step has a penalty that was computed with sharded parameters,
+            or another loss on any rank. Raised by an operation that adds another loss to the
+            result.
     """
     if engine.scheduler.microbatch is not None:
         raise RuntimeError(

@@ -1,12 +1,12 @@
 """Reductions of backwards within a backward.
 
 [Note: Passes]
-Backwards within a backward ([Note: Nested backwards] in ``scheduler.py``) can bring gradients of a
-unit whose reduction is submitted. Then the queue is completed as that of a microbatch, and another
-*pass* begins. Ranks may need different numbers of passes. Where passes reduce (axes that shard
-gradients), a rank says so when it begins another one, and waits for none. When the outermost
-backward ends, ranks ask each other whether one has begun another pass, and take part in it with
-zeros. Then the last axes are reduced. Where ranks use different units, the schedule knows.
+A nested backward ([Note: Nested backwards] in ``scheduler.py``) can compute gradients of a unit
+whose reduction is already submitted. Then the queue is completed like that of a microbatch, and
+another *pass* begins. Ranks may need different numbers of passes. If passes reduce (over axes that
+shard gradients), a rank sends a message when it begins another pass, without waiting. When the
+outermost backward ends, ranks exchange whether any has begun another pass, and take part in it with
+zeros. Then the last axes are reduced. If ranks use different units, the schedule exchanges this.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from fsdp_engine.runtime.unit import Unit
 
 
 class NestedReductions(Reductions):
-    """See the module docstring."""
+    """Reductions in passes. See the module docstring."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._is_nested = False  # backwards run within the present one
+        self._is_nested = False  # whether backwards run within the current one
         self._sends_passes = any(unit.num_staged for unit in self._units)
         self._message_of_passes: HostMessage | None = None
 
     def begin_backward(self, *, inputs_only: bool = False) -> None:
-        """See the base class; a backward within another one continues its pass."""
+        """See the base class. A backward within another one continues its pass."""
         if not self._is_nested or self._queue is None:
             super().begin_backward(inputs_only=inputs_only)
 
     def end_backward(self) -> None:
-        """See the base class; a pass ends with the outermost backward, or when another one
+        """See the base class. A pass ends with the outermost backward, or when another pass
         begins."""
         if not self._is_nested:
             super().end_backward()
@@ -46,11 +46,11 @@ class NestedReductions(Reductions):
         super().reset()
 
     def begin_nested(self) -> None:
-        """A backward of its own is to run within the present one, or within one in which this
-        engine has had no use."""
+        """Prepare for a backward within the current one, or within a backward in which this engine
+        has no uses so far."""
         queue = self._queue
         if queue is not None and queue.is_last:
-            # All ranks are here, but may have submitted different ones of its reductions.
+            # All ranks get here, but they may have submitted different reductions of the queue.
             with self._on_stream():
                 self._end_pass(queue)
                 self._close(queue)
@@ -59,7 +59,7 @@ class NestedReductions(Reductions):
             self.begin_backward()
 
     def end_nested(self) -> None:
-        """The outermost backward is over: reduce what nested ones have left, and publish it."""
+        """Reduce the remaining gradients when the outermost backward ends, and publish them."""
         if self._queue is None:
             self.begin_backward()
         queue = self._queue
@@ -73,7 +73,7 @@ class NestedReductions(Reductions):
             queue.is_last = self._is_last(queue.partial)
             if queue.is_last:
                 self._check_last(queue.partial)
-                self.wait()  # the last axes are reduced from the sums of passes
+                self.wait()  # The last axes reduce the sums of all passes.
                 self._start_last(queue.partial)
             self._close(queue)
 
@@ -88,7 +88,7 @@ class NestedReductions(Reductions):
         return self._begin_pass(queue)
 
     def _begin_pass(self, queue: ReductionQueue) -> ReductionQueue:
-        """Returns the queue of the pass that follows that of ``queue``."""
+        """Returns the queue of the pass after that of ``queue``."""
         assert self._step is not None
         self._step.reduced_units.update(queue.reduced)
         self._queue = ReductionQueue(
@@ -97,13 +97,13 @@ class NestedReductions(Reductions):
         return self._queue
 
     def _end_pass(self, queue: ReductionQueue) -> None:
-        """Reduce the units that ``queue`` still has, with the gradients that have come."""
+        """Reduce the units that remain in ``queue``, with the gradients computed so far."""
         queue.autograd_is_done = True
         self._advance(queue)
         self.schedule.await_ranks(queue.place)
 
     def _has_another_pass(self) -> bool:
-        """Whether another rank has begun another pass, where this one has not. Collective."""
+        """Returns whether another rank has begun another pass and this one has not. Collective."""
         if self.schedule.ranks_differ:
             return self.schedule.has_another_pass()
         self._send(b"\0")
@@ -111,7 +111,7 @@ class NestedReductions(Reductions):
         return message is not None and message.finish() != [0]
 
     def _send(self, content: bytes) -> None:
-        """Send other ranks whether this one has begun another pass."""
+        """Send to other ranks whether this one has begun another pass."""
         if not self._sends_passes or self.schedule.ranks_differ:
             return
         if self._message_of_passes is not None:

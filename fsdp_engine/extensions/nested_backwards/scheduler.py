@@ -1,19 +1,20 @@
 """A scheduler for forwards and backwards within a backward.
 
 [Note: Nested backwards]
-A backward can run forwards that have backwards of their own: the hook of a loss that has cached
-embeddings embeds each mini-batch again (GradCache). Such a *nested* forward repeats no other one,
-since no call of its units is pending or runs. It is gathered, freed and prefetched as any forward,
-and its backward is a :class:`.Backward` of its own, on top of the one that runs. Gradients of
-nested backwards are accumulated like those of microbatches, and axes that are left to the last
-microbatch are reduced when the outermost backward ends ([Note: Passes] in ``reductions.py``).
+A backward can run forwards that have backwards of their own. An example is a hook on a loss of
+cached embeddings that embeds each mini-batch again (GradCache). Such a *nested* forward is not a
+recomputation, since no call of its units is pending or running. Its units are gathered, freed and
+prefetched as in any forward, and its backward is a separate :class:`.Backward`, on top of the
+running one. Gradients of nested backwards are accumulated like those of microbatches, and axes that
+are reduced on the last microbatch are reduced when the outermost backward ends ([Note: Passes] in
+``reductions.py``).
 
-A forward of a single unit within a ``torch.autograd.Function`` repeats an earlier one (a re-entrant
-checkpoint), and one of the model is nested.
+A forward of a single unit within a ``torch.autograd.Function`` is a recomputation (a re-entrant
+checkpoint), and a forward of the model is nested.
 
 Other functions run autograd once for each slice of their input (a tiled MLP). All gradients of a
-unit can then come several times. So a unit whose gradients a nested run of autograd has brought is
-reduced when another run reaches another unit, or the backward ends.
+unit can then be computed several times. So a unit whose gradients a nested run of autograd has
+computed is reduced only when another run reaches another unit, or the backward ends.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class NestedForward(Forward):
     """A forward within a backward in which the engine has had uses.
 
     Args:
-        outer: that backward.
+        outer: The backward within which the forward runs.
     """
 
     def __init__(self, outer: Outer) -> None:
@@ -64,7 +65,7 @@ class NestedBackward(Backward):
     """The backward of a nested forward.
 
     Args:
-        outer: the backward within which it runs.
+        outer: The backward within which it runs.
     """
 
     def __init__(self, outer: Outer) -> None:
@@ -73,12 +74,12 @@ class NestedBackward(Backward):
 
 
 class Slices:
-    """The units of which nested runs of autograd within one backward have brought all gradients,
-    perhaps of a slice of their input.
+    """Units all of whose gradients were computed in nested runs of autograd within one backward,
+    possibly for a slice of their input only.
 
     Attributes:
-        units: these, by number.
-        last_run: the last run that has brought such gradients.
+        units: The units by index.
+        last_run: The last run that computed such gradients.
     """
 
     def __init__(self) -> None:
@@ -87,7 +88,7 @@ class Slices:
 
 
 class NestedScheduler(Scheduler):
-    """See the module docstring."""
+    """Scheduler with nested forwards and backwards. See the module docstring."""
 
     reductions: NestedReductions
 
@@ -107,7 +108,7 @@ class NestedScheduler(Scheduler):
             self.reductions.begin_nested()
             when_autograd_ends(self._end_outermost)
         if self._backward is None:
-            return Forward()  # the engine has had no use in that backward
+            return Forward()  # The engine has had no uses in that backward.
         outer = self._let_wait(self._backward)
         self._backward = None
         self.outer_run = outer.backward.run
@@ -117,7 +118,7 @@ class NestedScheduler(Scheduler):
         return self.run_backward(NestedBackward(self._let_wait(outer)))
 
     def _let_wait(self, backward: Backward) -> Outer:
-        """Uses are recorded in another order while ``backward`` waits."""
+        """Suspend ``backward``: record further uses in another order."""
         record = self.schedule.record
         if record is not self._nested_record:
             self._outermost_record = record
@@ -133,8 +134,8 @@ class NestedScheduler(Scheduler):
                 self._outermost_record = None
 
     def _end_outermost(self) -> None:
-        """The backward that nested ones ran in is over."""
-        if self._backward is not None:  # its own callback follows
+        """End the outermost backward, within which nested ones ran."""
+        if self._backward is not None:  # Its own callback follows and ends both.
             self._outermost_is_over = True
             return
         self._has_nested = self._outermost_is_over = False

@@ -1,4 +1,4 @@
-"""State in host memory or on a disk between its uses. See ``docs/internals/offload.md``."""
+"""Offload of state to host memory or a disk between its uses. See ``docs/internals/offload.md``."""
 
 from __future__ import annotations
 

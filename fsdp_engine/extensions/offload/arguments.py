@@ -1,4 +1,4 @@
-"""The arguments of :class:`~fsdp_engine.Offload`, and its part in the building of an engine."""
+"""The extension ``fe.Offload``: its arguments, and its steps in the building of an engine."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ from fsdp_engine.units.plan import AxisPlans, Plan
 
 
 class Offload(OffloadPlaces, EngineExtension):
-    """Places of state between its uses. See ``docs/internals/offload.md``.
+    """Stores state in host memory or on a disk between its uses. See ``docs/internals/offload.md``.
 
-    Each is "device"; "host": pinned memory, from which each unit's shard is copied to the device
-    and back; or "disk": a file. On a CPU all state is in host memory anyway.
+    A place is "device"; "host": pinned memory, from which the shard of each unit is copied to the
+    device and back; or "disk": a file. On a CPU all state is in host memory anyway.
 
     Args:
-        optimizer_state: Place of the state of :func:`~fsdp_engine.shard_optimizer`'s optimizers.
-        folder: A folder on a local disk, for "disk". Its files have no names: the operating system
-            deletes them when the process ends.
-        main_weights: Place of the weights that optimizers step, of which gathers read this rank's
-            shard. Main weights that are also compute weights, and are kept full, stay on the
-            device.
-        gradients: Place of reduced gradients, which have to be sharded: the inner level is
+        optimizer_state: Place of the state of optimizers that are passed to ``shard_optimizer``.
+        folder: A folder on a local disk, required for "disk". Its files have no names, so the
+            operating system deletes them when the process ends.
+        main_weights: Place of the main weights, which optimizers step, and from which gathers read
+            this rank's shard. Main weights that are part of persistent compute weights cannot be
+            offloaded: frozen ones stay on the device, trainable ones raise on an accelerator.
+        gradients: Place of reduced gradients, which must be sharded: the inner level must be
             "optim_grads" or "optim_grads_params".
         pin_memory: Whether host memory is pinned. False: copies take longer, and the host waits for
             them.
-        step_on: "host": optimizers step in host memory, where all of the above lie then, by the
-            optimizer's own code.
-        overlap_forward: On an accelerator, with ``optimizer_state="host"`` alone: steps run beside
-            the next forward, whose gathers wait for the step of their unit. Gradients are freed
-            then. Slices of parameters and gradients that were taken before ``step()`` must not be
-            used after it: take them anew.
+        step_on: "host": optimizers step in host memory, with their own code. All three places must
+            be "host".
+        overlap_forward: Run steps concurrently with the next forward, whose gathers wait for the
+            step of their unit. Requires ``optimizer_state="host"`` as the only offload, and has no
+            effect on a CPU. Gradients are freed after that step. After ``step()``, do not use
+            slices of parameters and gradients that were taken before it: take them again.
 
     Raises:
         ValueError: A place is unknown, "disk" lacks a folder, or arguments contradict each other.
     """
 
     def signature(self) -> str:
-        """See :class:`EngineExtension`. Folders may differ from node to node."""
+        """See the base class. Omits the folder, which may differ between nodes."""
         return f"offload={self.places}, step_on={self.step_on}"
 
     def check(self, setup: EngineSetup) -> None:
-        """See :class:`EngineExtension`. A rank whose disk has too little space raises before others
-        build.
+        """See the base class. If a disk has too little space, this raises before ranks start to
+        build buffers.
 
         Raises:
             ValueError: The levels, the codecs or the folder do not allow these places.
@@ -85,7 +85,7 @@ class Offload(OffloadPlaces, EngineExtension):
             device: The device that computes.
 
         Raises:
-            ValueError: They do not, or the folder cannot be written.
+            ValueError: A level or a codec does not allow a place, or the folder cannot be written.
         """
         if not self.places:
             return
@@ -102,23 +102,23 @@ class Offload(OffloadPlaces, EngineExtension):
                         check_leaves_device(strategy, part.make_codec(), main, f"of {unit.label}")
 
     def main_leaves(self, strategy: Strategy, codec: ParamCodec) -> bool:
-        """Returns whether main weights of a buffer are not on the device.
+        """Returns whether the main weights of a buffer are offloaded.
 
         Args:
             strategy: The levels of the buffer.
-            codec: Its codec.
+            codec: The codec of the buffer.
         """
         return self.main_weights != DEVICE and can_leave_device(strategy, codec)
 
     def is_cast_by_host(self, strategy: Strategy, codec: ParamCodec) -> bool:
-        """Returns whether the host casts main weights to compute weights in host memory. See
-        :meth:`main_leaves`."""
+        """Returns whether the host casts main weights to compute weights in host memory. The
+        arguments are those of ``main_leaves``."""
         leaves = self.main_weights == HOST and can_leave_device(strategy, codec)
         return leaves and is_cast_at_home(strategy, codec)
 
     def _take_files(self, setup: EngineSetup) -> dict[str, DiskFile]:
-        """Returns files for main weights and gradients on a disk, by role, with the space that
-        building takes."""
+        """Returns the files for main weights and gradients on a disk, by role, with the space that
+        the buffers need already reserved."""
         sizes: dict[str, list[int]] = {
             role: [] for role in ("main_weights", "gradients") if self.places.get(role) == DISK
         }
@@ -149,7 +149,7 @@ class Offload(OffloadPlaces, EngineExtension):
 
 
 class _Selected:
-    """The offload that :func:`~fsdp_engine.sharding.shard` was called with."""
+    """Holds the ``Offload`` that ``fe.shard`` was called with."""
 
     def __init__(self, engine: Engine) -> None:
         self.offload = Offload()
@@ -159,7 +159,7 @@ def from_argument(value: object) -> list[Offload]:
     """Returns the extension that the deprecated argument ``offload`` of ``fe.shard`` selects.
 
     Raises:
-        TypeError: ``value`` is no :class:`Offload`.
+        TypeError: ``value`` is not an ``Offload``.
     """
     if not isinstance(value, Offload):
         raise TypeError(f"offload: expected an fe.Offload or None; found {value!r}")
@@ -168,5 +168,5 @@ def from_argument(value: object) -> list[Offload]:
 
 @property  # type: ignore[misc]
 def offload(engine: Engine) -> Offload:
-    """The places of an engine's state between its uses."""
+    """The places in which the engine stores state between its uses."""
     return engine.extension(_Selected).offload

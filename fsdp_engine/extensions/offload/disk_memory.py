@@ -1,19 +1,19 @@
-"""Memory on a local disk: bytes of a file, read and written by threads beside the host.
+"""Memory on a local disk: bytes of a file, which threads read and write concurrently with the host.
 
 [Note: Direct writes]
-Reads use the page cache, which reads ahead. Writes use ``O_DIRECT`` where the file system has it:
-the page cache holds no dirty pages, which ``fdatasync`` would have to write before they can be
-dropped, and a failed write raises in its own call. Direct access needs memory and sizes in
-multiples of the disk's blocks, which tensors are not; pieces pass through an aligned staging buffer
-of the thread that writes. ``benchmarks/offload.py`` has the rates of the alternatives.
+Reads use the page cache, which reads ahead. Writes use ``O_DIRECT`` if the file system supports it.
+Then the page cache holds no dirty pages, which ``fdatasync`` would have to write before they can be
+dropped, and a failed write raises in its own call. Direct access needs memory addresses and sizes
+in multiples of the disk's blocks, which tensors do not have. So pieces pass through an aligned
+staging buffer of the writing thread. ``benchmarks/offload.py`` measures the rates of alternatives.
 
-Files have no name, so no other process can read them after a crash of this one or of the system:
-``fdatasync`` would not make anything safer.
+Files have no name, so no other process can read them after a crash of this process or of the
+system. Therefore ``fdatasync`` would add no safety.
 
 ``DiskBlock.bytes`` maps the same file through the page cache. A direct write first writes back and
-then drops the pages that it replaces, so the mapping shows the same bytes, as long as it is not
-used during a write. ``Mapping`` calls the C library, since Python's ``mmap`` duplicates the file's
-descriptor for each block.
+then drops the pages that it replaces, so the mapping shows the same bytes if it is not used during
+a write. ``Mapping`` calls the C library, since Python's ``mmap`` duplicates the file descriptor for
+each block.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from torch import Tensor
 
 from fsdp_engine.memory import allocator
 
-# Bytes of one call, and of a staging buffer: a thread gives its place to others between calls.
+# Maximum size of one call, and size of a staging buffer. Other threads run between calls.
 PIECE = 16 << 20
-# Direct access is in multiples of a block of the disk, 512 or 4096 bytes; mappings begin at pages.
+# Direct access needs multiples of a disk block, 512 or 4096 bytes. Mappings start at pages.
 _BLOCK = mmap.ALLOCATIONGRANULARITY
 
 _C = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +59,7 @@ _MS_SYNC = 4
 
 
 class _Staging(threading.local):
-    """A buffer of each thread that writes, aligned to pages, not booked."""
+    """A buffer of each writing thread, aligned to pages and not booked."""
 
     @cached_property
     def memory(self) -> mmap.mmap:
@@ -68,7 +68,7 @@ class _Staging(threading.local):
 
     @cached_property
     def bytes(self) -> Tensor:
-        """The same as a tensor."""
+        """The buffer as a tensor."""
         return torch.frombuffer(self.memory, dtype=torch.uint8)
 
 
@@ -76,18 +76,18 @@ _STAGING = _Staging()
 
 
 class DiskFile:
-    """A file in ``folder``, for blocks of bytes. It is gone with the last of them.
+    """A file in ``folder`` for blocks of bytes. It is deleted with the last block.
 
-    The file has no name: its space is free again as soon as this process ends, also by a kill, and
-    nothing of it can be mistaken for state by a later one.
+    The file has no name: the operating system frees its space when the process ends, even if it is
+    killed, and a later process cannot mistake its contents for state.
 
     Attributes:
-        number: its descriptor.
-        output: the descriptor for writes.
-        is_direct: whether they go past the page cache. See [Note: Direct writes].
+        number: The file descriptor.
+        output: The file descriptor for writes.
+        is_direct: Whether writes bypass the page cache. See [Note: Direct writes].
 
     Raises:
-        OSError: the folder cannot be written.
+        OSError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -112,10 +112,10 @@ class DiskFile:
             weakref.finalize(self, os.close, direct)
 
     def extend(self, num_bytes: int) -> int:
-        """Take space on the disk, at once. Returns where it begins.
+        """Allocate space on the disk; returns its offset in the file.
 
         Raises:
-            OSError: there is too little; names both figures.
+            OSError: There is too little space; names the required and the free bytes.
         """
         start = self._size
         self._take(num_bytes)
@@ -123,10 +123,10 @@ class DiskFile:
         return start
 
     def reserve(self, sizes: Iterable[int]) -> None:
-        """Take space on the disk for these calls of :meth:`extend`.
+        """Allocate space on the disk for later calls of :meth:`extend` with these sizes.
 
         Raises:
-            OSError: there is too little; names both figures.
+            OSError: There is too little space; names the required and the free bytes.
         """
         if total := sum(map(_in_blocks, sizes)):
             self._take(total)
@@ -145,18 +145,18 @@ class DiskFile:
 
 
 class Mapping:
-    """A range of a file in this process's memory, shared with the file, through the page cache.
+    """A range of a file that is mapped into memory, shared with the file through the page cache.
 
     Args:
-        number: descriptor of the file.
-        start: The start of the range, a multiple of a page.
-        num_bytes: The number of bytes of the range, which is not empty.
+        number: The file descriptor.
+        start: Offset of the range, a multiple of the page size.
+        num_bytes: Number of bytes of the range, which must not be empty.
 
     Attributes:
-        bytes: the memory as a tensor, 1-D. It is unmapped with the last tensor over it.
+        bytes: The memory as a 1-D tensor. It is unmapped when no tensor refers to it.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: The range cannot be mapped.
     """
 
     def __init__(self, number: int, start: int, num_bytes: int) -> None:
@@ -177,13 +177,13 @@ class Mapping:
         """Write changes to the disk.
 
         Raises:
-            OSError: they cannot be written.
+            OSError: The changes cannot be written.
         """
         if _C.msync(*self._place, _MS_SYNC):
             raise _last_error("msync", self._place[1])
 
     def forget(self) -> None:
-        """Take pages out of this process's memory; the page cache may keep them."""
+        """Remove the pages from this process's memory. The page cache may keep them."""
         if _C.madvise(*self._place, mmap.MADV_DONTNEED):
             raise _last_error("madvise", self._place[1])
 
@@ -194,13 +194,13 @@ def _last_error(call: str, num_bytes: int) -> OSError:
 
 
 class DiskBlock:
-    """``num_bytes`` of ``file``, zeroed, not booked.
+    """``num_bytes`` zeroed bytes of ``file``, not booked.
 
     Attributes:
-        bytes: these as a tensor, 1-D, through the page cache.
+        bytes: The bytes as a 1-D tensor, mapped through the page cache.
 
     Raises:
-        OSError: see :meth:`DiskFile.extend`.
+        OSError: See :meth:`DiskFile.extend`.
     """
 
     def __init__(self, num_bytes: int, file: DiskFile) -> None:
@@ -214,13 +214,13 @@ class DiskBlock:
         self.bytes = self._mapping.bytes
 
     def read(self, target: Tensor, start: int = 0) -> None:
-        """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps none."""
+        """Read bytes at ``start`` into the CPU tensor ``target``. Clears them in the page cache."""
         self.read_part(target, start)
         self.forget()
 
     def read_part(self, target: Tensor, start: int) -> None:
-        """Read bytes from ``start`` into ``target``, on the CPU. The page cache keeps them until
-        :meth:`forget`, and reads ahead."""
+        """Read bytes at ``start`` into the CPU tensor ``target``. The page cache keeps them until
+        :meth:`forget` and reads ahead."""
         view, place = _memory_of(target), 0
         while place < len(view):
             at = self._start + start + place
@@ -230,7 +230,7 @@ class DiskBlock:
             place += count
 
     def write(self, source: Tensor) -> None:
-        """Write all bytes, from ``source``, on the CPU, to the disk."""
+        """Write all bytes from the CPU tensor ``source`` to the disk."""
         for start in range(0, len(source), PIECE):
             piece = source[start : start + PIECE]
             _STAGING.bytes[: len(piece)].copy_(piece)
@@ -238,11 +238,11 @@ class DiskBlock:
         self.finish_writing()
 
     def write_part(self, staging: Tensor, start: int, num_bytes: int) -> None:
-        """Write ``num_bytes`` to ``start``, a multiple of :data:`PIECE`, followed by
-        :meth:`finish_writing`.
+        """Write ``num_bytes`` at ``start``, a multiple of :data:`PIECE`. Call
+        :meth:`finish_writing` after the last part.
 
         Args:
-            staging: has them, of whole blocks of the disk, and begins at a page.
+            staging: The bytes, starting at a page, with space up to a multiple of a disk block.
         """
         count = _in_blocks(num_bytes)
         written = os.pwritev(self._file.output, [_memory_of(staging[:count])], self._start + start)
@@ -250,37 +250,37 @@ class DiskBlock:
             raise OSError(errno.EIO, f"expected to write {count} bytes at {start}; found {written}")
 
     def finish_writing(self) -> None:
-        """Write to the disk where writes are not direct, and keep nothing in memory."""
+        """Write to the disk if writes are not direct, and clear the page cache."""
         if not self._file.is_direct:
             os.fdatasync(self._file.number)
             self.forget()
 
     def flush(self) -> None:
-        """Write changes through the mapping to the disk, and keep none of them in memory."""
+        """Write changes of the mapping to the disk, and clear the page cache."""
         if self._num_bytes:
             self._mapping.flush()
             self.forget()
 
     def forget(self) -> None:
-        """Drop the pages that the page cache has of this."""
+        """Drop the pages of this block from the page cache."""
         if self._num_bytes:
-            self._mapping.forget()  # mapped pages would stay in the cache
+            self._mapping.forget()  # Mapped pages would stay in the cache.
             place = self._start, self._num_bytes
             os.posix_fadvise(self._file.number, *place, os.POSIX_FADV_DONTNEED)
 
 
 def _memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor of bytes. (``Tensor.numpy`` would forbid its storage to be resized.)"""
+    """Returns the memory of a uint8 tensor. ``Tensor.numpy`` would make its storage unresizable."""
     return memoryview((ctypes.c_ubyte * tensor.numel()).from_address(tensor.data_ptr()))
 
 
 def _in_blocks(num_bytes: int) -> int:
-    """``num_bytes``, rounded up to blocks."""
+    """Returns ``num_bytes`` rounded up to a multiple of a disk block."""
     return -(-num_bytes // _BLOCK) * _BLOCK
 
 
 def _open_direct(name: str) -> int | None:
-    """A descriptor for direct writes; None where the file system has none."""
+    """Returns a descriptor for direct writes; None if the file system does not support them."""
     try:
         return os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError as error:
@@ -291,7 +291,7 @@ def _open_direct(name: str) -> int | None:
 
 @contextmanager
 def errors_of_disk() -> Iterator[None]:
-    """Within it an error of the disk is raised as a ValueError: it is not one of communication."""
+    """Context that turns an OSError into a ValueError, which is no error of communication."""
     try:
         yield
     except OSError as error:
@@ -299,23 +299,23 @@ def errors_of_disk() -> Iterator[None]:
 
 
 class Pending:
-    """A call in a thread, as lanes wait for it."""
+    """A call in a thread, with the interface of works that lanes wait for."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """Until it is done.
+        """Wait until the call is done.
 
         Raises:
-            ValueError: the disk has failed.
+            ValueError: The disk has failed.
         """
         with errors_of_disk():
             self._future.result()
 
 
 class DiskThreads:
-    """A thread that reads and one that writes."""
+    """One thread for reads and one for writes."""
 
     def __init__(self) -> None:
         self._reads, self._writes = (

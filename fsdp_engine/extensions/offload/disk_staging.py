@@ -1,8 +1,8 @@
-"""Pinned host memory between files and an accelerator.
+"""Pinned host memory for copies between files and an accelerator.
 
-A device copies to and from host memory, a thread reads and writes files there: one piece passes
-while the next is copied. Pieces begin at pages, so that direct writes need no further copy
-([Note: Direct writes] in ``disk_memory.py``).
+The device copies from and to the host memory, and a thread reads and writes files there: while the
+device copies one piece, the thread works on the next. Pieces start at pages, so direct writes need
+no further copy ([Note: Direct writes] in ``disk_memory.py``).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from fsdp_engine.extensions.offload.disk_memory import PIECE
 from fsdp_engine.memory.host_memory import HostBlock
 
 _NUM_PIECES = 2
-# Of both directions, with room to begin at a page.
+# Bytes for both directions, with space to start at a page.
 NUM_BYTES = 2 * (_NUM_PIECES * PIECE + mmap.PAGESIZE)
-# Returns a function that waits until the device has done what the current stream was given.
+# Returns a function that waits until the device has finished the current stream's work so far.
 Mark = Callable[[], Callable[[], None]]
 
 
 class StagingPiece:
-    """Memory of ``PIECE`` bytes that is in use.
+    """Memory of ``PIECE`` bytes.
 
     Attributes:
-        bytes: the memory, 1-D.
-        wait: until the device has copied it, after :meth:`.Staging.copied`.
+        bytes: The memory, 1-D.
+        wait: Waits until the device has finished the copy marked by :meth:`.Staging.copied`.
     """
 
     def __init__(self, memory: Tensor) -> None:
@@ -39,15 +39,15 @@ class StagingPiece:
 
 
 class Staging:
-    """Two pieces, of copies in one direction. Threads that share it hold one each; a thread that
-    holds both has to be the only one.
+    """Two pieces for copies in one direction. Several threads may share them if each holds at most
+    one piece; a thread that holds both pieces must be the only one.
 
     Args:
-        mark: see :data:`Mark`.
-        pinned: whether the device copies by itself.
+        mark: See :data:`Mark`.
+        pinned: Whether the memory is pinned, so that the device copies asynchronously.
 
     Attributes:
-        bytes: all of the memory, 1-D.
+        bytes: All of the memory, 1-D.
     """
 
     def __init__(self, mark: Mark, *, pinned: bool) -> None:
@@ -62,7 +62,7 @@ class Staging:
             self._free.put(StagingPiece(self.bytes[start : start + PIECE]))
 
     def take(self) -> StagingPiece:
-        """A piece that nothing uses; the thread waits for one."""
+        """Wait for a free piece and return it."""
         piece = self._free.get()
         try:
             piece.wait()
@@ -72,16 +72,16 @@ class Staging:
         return piece
 
     def copied(self, piece: StagingPiece) -> None:
-        """The current stream was given the last copy of a piece."""
+        """Mark the last copy of a piece, which was submitted to the current stream."""
         piece.wait = self._mark()
 
     def put(self, piece: StagingPiece) -> None:
-        """The piece may be taken when its last copy is done."""
+        """Return a piece. It is taken again only after its marked copy."""
         self._free.put(piece)
 
     @contextmanager
     def piece(self) -> Iterator[Tensor]:
-        """A piece that nothing uses, for copies of the current stream within."""
+        """Context with a free piece, for copies on the current stream."""
         piece = self.take()
         try:
             yield piece.bytes

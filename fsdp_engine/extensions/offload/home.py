@@ -1,4 +1,4 @@
-"""Homes: where state lies between its uses, and from where it is copied to the device and back."""
+"""Homes: memory outside of the device that stores state between its uses."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ Steps = Iterator[Sequence[Any]]
 
 
 class Home(Protocol):
-    """Bytes outside of the device's memory, zeroed, not booked.
+    """Zeroed bytes outside of the device's memory, not booked.
 
     Attributes:
-        bytes: all of them as a tensor on the CPU, 1-D. It must not be used while they are copied.
+        bytes: All bytes as a 1-D CPU tensor. It must not be used while they are copied.
     """
 
     bytes: Tensor
 
     def bring(self, work: Tensor, start: int = 0) -> Steps:
-        """The operation of a lane that copies bytes from ``start`` into ``work``, which is 1-D."""
+        """Returns the operation of a lane that copies bytes at ``start`` into the 1-D ``work``."""
         ...
 
     def take(self, work: Tensor) -> Steps:
-        """The operation of a lane that copies ``work``, as long as the home, to it."""
+        """Returns the operation of a lane that copies all bytes of the home from ``work``."""
         ...
 
     def flush(self) -> None:
-        """Keep no changes of :attr:`bytes` in memory that is not the home's own."""
+        """Write changes of :attr:`bytes` to the home, and free memory that caches them."""
         ...
 
 
@@ -49,9 +49,9 @@ class HomePart(NamedTuple):
     """A range of a home.
 
     Attributes:
-        home: the whole.
-        first: first byte of the range.
-        num_bytes: The number of bytes of the range.
+        home: The home.
+        first: Offset of the first byte of the range.
+        num_bytes: Number of bytes of the range.
     """
 
     home: Home
@@ -60,7 +60,7 @@ class HomePart(NamedTuple):
 
 
 class HostHome(HostBlock):
-    """Host memory, which the device copies."""
+    """A home in host memory, which the device copies from and to."""
 
     def __init__(self, num_bytes: int, *, pinned: bool) -> None:
         super().__init__(num_bytes, pinned=pinned)
@@ -81,7 +81,7 @@ class HostHome(HostBlock):
 
 
 class DiskHome(DiskBlock):
-    """Bytes of a file, which threads read and write."""
+    """A home in a file, which threads read and write."""
 
     def __init__(self, num_bytes: int, file: DiskFile, threads: DiskThreads) -> None:
         super().__init__(num_bytes, file)
@@ -97,9 +97,9 @@ class DiskHome(DiskBlock):
 
 
 class StagedHome(DiskBlock):
-    """Bytes of a file, which pass through pinned host memory to an accelerator and back.
+    """A home in a file, whose bytes pass through pinned host memory to an accelerator and back.
 
-    The host reads and writes within the operations: their lane runs them in a thread.
+    The host reads and writes files within the operations, so their lane runs them in a thread.
     """
 
     def __init__(self, num_bytes: int, file: DiskFile, into: Staging, out: Staging) -> None:
@@ -111,7 +111,7 @@ class StagedHome(DiskBlock):
         """See :class:`Home`.
 
         Raises:
-            ValueError: the disk has failed.
+            ValueError: The disk has failed.
         """
         with errors_of_disk():
             for first in range(0, len(work), PIECE):
@@ -127,7 +127,7 @@ class StagedHome(DiskBlock):
         """See :class:`Home`.
 
         Raises:
-            ValueError: the disk has failed.
+            ValueError: The disk has failed.
         """
         copied: deque[StagingPiece] = deque()
         try:
@@ -137,7 +137,7 @@ class StagedHome(DiskBlock):
                     copied.append(self._out.take())
                     copied[-1].bytes[: len(part)].copy_(part, non_blocking=True)
                     self._out.copied(copied[-1])
-                    if first:  # the piece before, while the device copies
+                    if first:  # Write the previous piece while the device copies this one.
                         self._write(copied, first - PIECE, PIECE)
                 if copied:
                     self._write(copied, first, len(part))
@@ -148,18 +148,18 @@ class StagedHome(DiskBlock):
         yield from ()
 
     def _write(self, copied: deque[StagingPiece], start: int, num_bytes: int) -> None:
-        """Write the oldest of the pieces that are copied."""
+        """Write the oldest of the copied pieces to the file."""
         copied[0].wait()
         self.write_part(copied[0].bytes, start, num_bytes)
         self._out.put(copied.popleft())
 
 
 class Homes:
-    """Makes homes.
+    """Factory of homes.
 
     Args:
-        book: called with each.
-        make: makes one of so many bytes.
+        book: Called with each home.
+        make: Returns a home of the given number of bytes.
     """
 
     def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:
@@ -170,11 +170,12 @@ class Homes:
         """Returns a home of ``num_bytes``.
 
         Args:
-            drain: ends the copies from and to it. Operations on files keep their home; a device
-                that copies host memory by itself does not.
+            drain: Waits for all copies from and to the home. It is called when a home in host
+                memory is deleted, which a device may still copy. An operation on a file keeps its
+                home alive.
 
         Raises:
-            OSError: there is too little space on the disk; names both figures.
+            OSError: There is too little space on the disk; names the required and the free bytes.
         """
         home = self._make(num_bytes)
         if isinstance(home, HostHome):

@@ -1,8 +1,8 @@
-"""Gradients that lie at homes.
+"""Gradients that are stored at homes.
 
-Reductions write into transient memory, which is brought before, where they add to it, and is
-written home after. Published gradients are tensors over the home, which has its memory for good, so
-that the next step writes over those that the user holds.
+Reductions write into transient memory, which is copied to the home afterwards. If they add to it,
+it is copied from the home before. Published gradients are tensors over the home, whose memory is
+persistent, so the next step overwrites gradients that the user holds.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fsdp_engine.memory.allocator import TransientStorage, alias
 
 
 def homed_shards(spec: BufferSpec) -> list[tuple[int, torch.dtype]]:
-    """Returns depths and dtypes of the shards of gradients that lie at homes: accumulated ones,
-    and, where their dtype is another, those that the optimizer reads."""
+    """Returns depths and dtypes of the gradient shards that are stored at homes: the accumulated
+    gradients and, if its dtype differs, the shard that the optimizer reads."""
     dtypes = spec.kind.dtypes
     shards = [(spec.grad_depth, dtypes.main_grad)]
     if dtypes.optim_grad != dtypes.main_grad:
@@ -31,12 +31,12 @@ def homed_shards(spec: BufferSpec) -> list[tuple[int, torch.dtype]]:
 
 
 class HomedShard(GradientShard):
-    """See the module docstring.
+    """A shard of gradients at a home. See the module docstring.
 
     Args:
-        spec, context, depth, dtype: see :class:`GradientShard`.
-        homes: makes the home.
-        lanes: The lanes of copies to the device and from it.
+        spec, context, depth, dtype: See :class:`GradientShard`.
+        homes: The factory of homes.
+        lanes: The lanes for copies to the device and from it.
     """
 
     is_resident = True
@@ -63,7 +63,7 @@ class HomedShard(GradientShard):
             self._bytes = self._work.tensor.view(torch.uint8)
 
     def part_at(self, depth: int) -> HomePart:
-        """Returns where the part at ``depth`` lies."""
+        """Returns the range of the home that holds the part at ``depth``."""
         part = self._buffer.narrow(depth)
         return HomePart(self.home, int(part.storage_offset()) * part.itemsize, part.nbytes)
 

@@ -1,4 +1,4 @@
-"""Main weights that lie at a home."""
+"""Main weights that are stored at a home."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fsdp_engine.strategies import Role, Strategy
 
 
 class HomedMain(MainShard):
-    """Main weights at a home. Gathers bring them from there:
+    """Main weights at a home, from which gathers copy them:
 
         identity codec         home --> this rank's part of full
         cast, OPTIM at PARAM   home --cast by the host--> home of compute weights --> part of full
         others, or a disk      home --> transient memory --encode--> as without a home
 
-    The second is for host memory: microbatches bring compute weights more often than main weights
-    change. A disk would write them for that.
+    The second case is for host memory: microbatches copy compute weights more often than main
+    weights change. On a disk it would need additional writes.
     """
 
     is_resident = False
@@ -48,7 +48,7 @@ class HomedMain(MainShard):
         main = alias(self.home.bytes.view(spec.kind.dtypes.main))
         super().__init__(spec, context, codec, main)
         if is_accelerator(context.memory.device):
-            self.before_change = context.lanes.drain_gathers  # which read the home
+            self.before_change = context.lanes.drain_gathers  # Gathers read the home.
         self._lane = context.lanes.encode
         self._sent: Home | None = self.home if codec.is_identity else None
         if is_cast:
@@ -60,7 +60,7 @@ class HomedMain(MainShard):
             self.memory = (self._brought,)
 
     def prepare(self) -> Chain:
-        """See :class:`MainShard`: the host casts."""
+        """See :class:`MainShard`. Casts on the host if compute weights have a home."""
         chain, codec, main = Chain(), self._codec, self.buffer.tensor
         if self._sent is not None and self._sent is not self.home:
             sent = self._sent.bytes.view(codec.wire_dtype)
@@ -97,13 +97,13 @@ class HomedMain(MainShard):
 
 
 def bytes_of_main(spec: BufferSpec, at: Coordinate) -> int:
-    """Bytes of main weights on the rank at ``at``."""
+    """Returns the number of bytes of main weights on the rank at ``at``."""
     start, stop = spec.layout.range(spec.optim_depth, at)
     return (stop - start) * spec.kind.dtypes.main.itemsize
 
 
 def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
-    """Whether main weights can lie elsewhere: they are no part of compute weights that are kept."""
+    """Returns whether main weights can be offloaded: they are not part of kept compute weights."""
     if codec.is_identity:
         return strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM) > 0
     return codec.encodes_shards
@@ -112,14 +112,16 @@ def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
 def check_leaves_device(
     strategy: Strategy, codec: ParamCodec, main: torch.dtype, of: str = ""
 ) -> None:
-    """Check that trainable main weights can lie in host memory beside an accelerator.
+    """Check that trainable main weights can be stored in host memory beside an accelerator.
 
     Args:
-        main: their dtype.
-        of: "of" and their unit, for the error.
+        strategy: The levels of the buffer.
+        codec: The codec of the buffer.
+        main: Dtype of the main weights.
+        of: "of" and the unit's label, for the error.
 
     Raises:
-        ValueError: they would stay on the accelerator, and their gradients would not.
+        ValueError: The weights would stay on the accelerator, but their gradients would not.
     """
     if not can_leave_device(strategy, codec):
         named = f" {of}" if of else ""
@@ -131,6 +133,6 @@ def check_leaves_device(
 
 
 def is_cast_at_home(strategy: Strategy, codec: ParamCodec) -> bool:
-    """Whether compute weights lie at a home in host memory, too, beside main weights there."""
+    """Returns whether compute weights have a home in host memory, too, beside main weights."""
     encodes = codec.is_identity or codec.weights_class is not None
     return not encodes and strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM)

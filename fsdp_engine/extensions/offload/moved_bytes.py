@@ -1,4 +1,4 @@
-"""Memory on the device for state that lies elsewhere between steps."""
+"""Memory on the device for state that is stored elsewhere between steps."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fsdp_engine.optim.chunked_step import StepChunk
 
 
 class Piece(NamedTuple):
-    """A part of a chunk, which is at one home between steps.
+    """A part of a chunk that is stored at one home between steps.
 
     Attributes:
         home: The home.
-        first: The part's first byte there.
-        start, stop: The part's bytes in the chunk.
-        returns: The step changes the part.
+        first: Offset of the part in the home, in bytes.
+        start, stop: Range of the part in the chunk, in bytes.
+        returns: Whether the step changes the part, so that it is copied back.
     """
 
     home: Home
@@ -29,18 +29,18 @@ class Piece(NamedTuple):
 
 
 class MovedBytes(StepChunk):
-    """Memory of one chunk, which is copied from homes before a step and to them afterwards.
+    """Device memory of one chunk, which is copied from homes before a step and to them afterwards.
 
     Args:
         offload: The lanes and the memory of the engine.
-        name: The chunk in labels of copies.
+        name: Name of the chunk in labels of copies.
     """
 
     def __init__(self, offload: Offloading, name: str) -> None:
         self._offload = offload
         self._name = name
         self._pieces: list[Piece] = []
-        # Subclasses create the storage, and a view of its bytes.
+        # Subclasses create the storage and a view of its bytes.
         self._storage: TransientStorage | None = None
         self._bytes: Any = None
         self._brought: Ticket | None = None
@@ -63,7 +63,7 @@ class MovedBytes(StepChunk):
     def bring(self) -> None:
         """See :class:`StepChunk`."""
         self.fill()
-        # Compute may be on the stream of a lane, which waits for the last of its tickets.
+        # Compute's ticket is last: of tickets of one stream, a lane waits only for the last given.
         after = [*([] if self._taken is None else [self._taken]), self._offload.compute.record()]
         self._brought = self._offload.state_in.submit(
             f"bring {self._name}", self._bring_pieces, after=after
@@ -76,7 +76,7 @@ class MovedBytes(StepChunk):
             self._brought = None
 
     def begin_return(self) -> None:
-        """Begin to copy to homes what a submitted step changes."""
+        """Start to copy the parts that a submitted step changes to their homes."""
         self._taken = self._offload.state_out.submit(
             f"return {self._name}", self._take_pieces, after=[self._offload.compute.record()]
         )
@@ -90,6 +90,6 @@ class MovedBytes(StepChunk):
             self._offload.compute.manage("free state", self._storage.drain, self._storage)
 
     def abandon(self) -> None:
-        """As :meth:`leave`, after the lanes have ended what they were given."""
+        """Free the memory like :meth:`leave`, after the lanes have finished all operations."""
         self._brought = self._taken = None
         self.leave()

@@ -1,12 +1,11 @@
-"""Steps elementwise optimizers whose state, weights or gradients lie on the host or on a disk, unit
-by unit.
+"""Steps of elementwise optimizers whose state, weights or gradients are offloaded, unit by unit.
 
 [Note: Offloaded state]
-A *chunk* is the memory on the device of all that lies elsewhere of a unit's parameters: of their
-state, and of the shards of main weights and of gradients of the unit's buffers. Each of these is
-copied from a *home*, pinned host memory or a range of a file. The home of state is made with the
-optimizer, those of shards with their buffers. Which tensors a state has, and their dtypes, is known
-from two trial steps on a parameter of 4,099 zeros with the hyperparameters of each group.
+A *chunk* is device memory for all offloaded tensors of a unit: optimizer state of its parameters,
+and the shards of main weights and gradients of its buffers. Each of these is copied from a *home*,
+pinned host memory or a range of a file. The home of state is created with the optimizer, those of
+shards with their buffers. Two trial steps on a parameter of 4,099 zeros, with the hyperparameters
+of each group, show which tensors the state has and their dtypes.
 
 The unmodified ``step`` runs once for each chunk ([Note: Steps in chunks] in ``chunked_step.py``),
 on a shadow that holds the slices of the chunk and their state on the device.
@@ -15,18 +14,18 @@ on a shadow that holds the slices of the chunk and their state on the device.
     compute          s0      s1      s2      s3
     state out            o0      o1      o2      o3
 
-Weights return with the state; gradients do not. The host waits for the last copies of weights,
-since users read parameters at their homes. With ``Offload.overlap_forward`` "compute" is a lane of
-its own, which the next forward overlaps: [Note: Steps beside forward] in
-``step_beside_forward.py``.
-Chunks are stepped in the order of units then. The memory of a chunk on the device comes from the
-allocator as it comes in, and goes when it is written back: chunk k + 1 is allocated when chunk
-k - 1 is gone, so there are never more than two.
+Weights are copied back with the state; gradients are not. The host waits for the last copies of
+weights, since users read parameters at their homes. With ``Offload.overlap_forward``, "compute" is
+a lane of its own that runs concurrently with the next forward, and chunks are stepped in the order
+of units: [Note: Steps beside forward] in ``step_beside_forward.py``.
 
-Between steps ``optimizer.state`` holds FlatDTensors over homes: checkpoints read and write these.
-Values that are replaced, by loading or by the user, are noticed by identity, and copied home with
-the next step; if their dtype is another, their chunk is made anew. State of another shape than the
-slice (a step counter) stays where it is.
+The device memory of a chunk is allocated when the chunk is copied in, and freed when it is copied
+back. Chunk k + 1 is allocated after chunk k - 1 is freed, so there are at most two.
+
+Between steps ``optimizer.state`` holds FlatDTensors over homes, which checkpoints read and write.
+A value that loading or the user replaces is detected by identity and copied to its home in the next
+step. If its dtype differs, the chunk is rebuilt. State that does not have the shape of the slice (a
+step counter) is not moved.
 """
 
 from __future__ import annotations
@@ -74,27 +73,27 @@ from fsdp_engine.optim.state_format import StateFormat
 from fsdp_engine.optim.state_leaves import is_plain
 from fsdp_engine.optim.step_listeners import add_step_check
 
-# The role of chunks in the ledger.
+# The role of chunks in ledgers.
 ROLE = "optimizer"
-# Of :class:`~fsdp_engine.Offload`.
+# The field of `fe.Offload` for optimizer state.
 STATE = "optimizer_state"
-# State tensors begin at multiples of so many bytes.
+# State tensors start at multiples of this number of bytes.
 _ALIGNMENT = 64
-# Attributes of all optimizers. Defaults are those of groups, state and parameters the step's own.
+# Attributes of optimizers that `_can_be_pending` does not search for tensors.
 _OF_OPTIMIZER = {"defaults", "param_groups", "state"}
-# An unusual shape: state of it is state of each element. It has more elements than the vectors that
-# some optimizers exempt from quantisation (4096).
+# An unusual shape, so that a state tensor of this shape is known to have an element per parameter
+# element. It exceeds the size of vectors that some optimizers exempt from quantisation (4096).
 _TRIAL_SHAPE = (4099,)
 
 
 class OffloadedBuffer(NamedTuple):
-    """Homes of a buffer.
+    """The homes of a buffer.
 
     Attributes:
-        params: its sharded parameters.
-        main: the home of their slices; None: they are on the device.
-        gradients: the home of their gradients; None: they are on the device.
-        pending: their step, while compute has not waited for it.
+        params: The sharded parameters of the buffer.
+        main: Home of the main weights. None: they are on the device.
+        gradients: Home of the gradients. None: they are on the device.
+        pending: The step of the buffer that compute has not waited for yet.
     """
 
     params: Sequence[Tensor]
@@ -104,12 +103,12 @@ class OffloadedBuffer(NamedTuple):
 
 
 class _Unit(NamedTuple):
-    """A unit whose parameters are stepped together.
+    """A set of parameters that are stepped together.
 
     Attributes:
-        offload: The offload of its engine.
-        name: for people.
-        number: The number of units that were offloaded before it.
+        offload: The offload of the engine.
+        name: Name for labels and errors.
+        number: Number of units that were offloaded before this one.
     """
 
     offload: Offloading
@@ -118,7 +117,7 @@ class _Unit(NamedTuple):
 
 
 class _Registered(NamedTuple):
-    """Where a parameter belongs."""
+    """The unit and the buffer of a parameter."""
 
     unit: _Unit
     buffer: OffloadedBuffer
@@ -132,22 +131,22 @@ _NUMBERS = count()
 def offload_state(
     offload: Offloading, name: str, buffers: Sequence[OffloadedBuffer], num_elements: int
 ) -> None:
-    """Optimizers step the parameters of these buffers, a unit, with what ``offload`` brings.
+    """Register the parameters of a unit's buffers, so that optimizers step them with ``offload``.
 
-    While the first and the last chunk are copied nothing else is, so a large unit (an embedding and
-    a head) becomes several chunks, of whole parameters. Shards at one home are one chunk.
+    Copies of the first and the last chunk overlap with no others, so a large unit (an embedding and
+    a head) is divided into several chunks of whole parameters. Shards at one home form one chunk.
 
     Args:
         offload: The offload of the engine.
-        name: The name of the unit, for people.
-        buffers: those that are trainable.
-        num_elements: The number of elements of a rank's slices, at most in a chunk of several
+        name: Name of the unit for labels and errors.
+        buffers: The buffers of trainable parameters.
+        num_elements: Maximum number of elements of this rank's shards in a chunk of several
             parameters.
     """
     is_divided = not any(buffer.main or buffer.gradients for buffer in buffers)
     unit, size = _Unit(offload, name, next(_NUMBERS)), 0
     for buffer in buffers:
-        of_param = buffer._replace(params=())  # whose keys are weak
+        of_param = buffer._replace(params=())  # The keys of `_OFFLOADS` must stay weak.
         for param in buffer.params:
             numel = slice_within(param).numel()
             if is_divided and size and size + numel > num_elements:
@@ -158,10 +157,10 @@ def offload_state(
 
 
 def find_offload(optimizer: Optimizer) -> Offloading | None:
-    """The one of the optimizer's parameters, if there is one.
+    """Returns the offload of the optimizer's parameters; None if they have none.
 
     Raises:
-        ValueError: parameters of several engines, of which one has its state elsewhere.
+        ValueError: The parameters belong to several engines with an offload.
     """
     params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     registered = [each for param in params if (each := _OFFLOADS.get(param)) is not None]
@@ -175,16 +174,16 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
 
 
 def is_offloaded(param: Tensor) -> bool:
-    """Whether the state of ``param`` lies elsewhere between steps."""
+    """Returns whether the state of ``param`` is offloaded between steps."""
     registered = _OFFLOADS.get(param)
     return registered is not None and registered.unit.offload.moves(STATE)
 
 
 def refuse_offloaded(optimizer: Optimizer) -> None:
-    """Check an optimizer before its step.
+    """Check, before a step of an optimizer, that it can step offloaded parameters.
 
     Raises:
-        RuntimeError: the state of its parameters is offloaded, and it was not passed to
+        RuntimeError: The state of its parameters is offloaded, and the optimizer was not passed to
             :func:`~fsdp_engine.shard_optimizer`.
     """
     hook = step_hook_of(optimizer, StepHook)
@@ -198,7 +197,7 @@ def refuse_offloaded(optimizer: Optimizer) -> None:
 
 
 class _WorkSlot(Slot):
-    """A parameter whose slice lies at home: its copy on the device is stepped."""
+    """A parameter whose slice is stored at a home. The step uses a copy on the device."""
 
     def __init__(self, param: FlatDTensor, local: Tensor) -> None:
         self.param = param
@@ -207,25 +206,25 @@ class _WorkSlot(Slot):
 
 
 class _Chunk(MovedBytes):
-    """State of a unit's parameters, and what else of them lies elsewhere.
+    """The offloaded state, main weights and gradients of a unit.
 
     Args:
         unit: The unit of the parameters.
         params: The parameters of the optimizer.
         dtypes: The dtypes of each parameter's state tensors, by key.
-        homes: makes that of the state; None: it stays on the device.
+        homes: The factory for homes of state. None: state stays on the device.
 
     Attributes:
-        unit: see the argument.
-        slots: the parameters.
-        slices: The slices of those that are sharded.
-        dtypes: see the argument.
-        members: by number of a param group, its parameters that are stepped with this chunk.
-        kept: views of home by slot and key, as ``optimizer.state`` has them.
-        work: the same on the device.
-        num_bytes: on the device.
-        returns_weights: whether main weights are among its bytes.
-        has_state: whether the optimizer has state of its parameters.
+        unit: The unit of the parameters.
+        slots: The parameters.
+        slices: The slices of the sharded parameters.
+        dtypes: The dtypes of each parameter's state tensors, by key.
+        members: By number of a param group, its parameters that are stepped with this chunk.
+        kept: For each slot, views of the home by key, as ``optimizer.state`` holds them.
+        work: For each slot, views of the device memory by key.
+        num_bytes: Number of bytes of the chunk on the device.
+        returns_weights: Whether the chunk contains main weights.
+        has_state: Whether the optimizer has state of the parameters.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class _Chunk(MovedBytes):
         self.has_plain = any(isinstance(slot, PlainSlot) for slot in self.slots)
 
     def _add(self, piece: Piece) -> int:
-        """Where the next piece begins."""
+        """Add a piece; returns the offset of the next one."""
         self._pieces.append(piece)
         return round_up(piece.stop, _ALIGNMENT)
 
@@ -292,7 +291,7 @@ class _Chunk(MovedBytes):
         return _WorkSlot(param, work)
 
     def _copy_of(self, local: Tensor) -> Tensor | None:
-        """The place in the chunk of a tensor at home; None: it is not at a home of the chunk."""
+        """Returns the view of the chunk for a tensor at a home; None if no piece contains it."""
         piece = self._piece_of.get(storage_keys(local)[0])
         if piece is None:
             return None
@@ -300,9 +299,9 @@ class _Chunk(MovedBytes):
         return self._view(self._bytes, piece.start + first, local.dtype, local)
 
     def _gradient(self, index: int, local: Tensor) -> Tensor:
-        """The slice of a gradient on the device."""
+        """Returns the slice of a gradient on the device."""
         found = self._copy_of(local)
-        # A gradient that the user has put there lies where the parameter does.
+        # A gradient that the user has assigned is on the device of the parameter.
         return local.to(self._offload.memory.device) if found is None else found
 
     def _views(
@@ -319,23 +318,23 @@ class _Chunk(MovedBytes):
     @staticmethod
     def _view(memory: Tensor, start: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         piece = memory[start : start + like.numel() * dtype.itemsize]
-        # Of its own: a step changes it in place, where a home's other views must not seem changed.
+        # Use a separate version counter: a step in place must not mark the home's views as changed.
         return allocator.alias(piece.view(dtype).view(like.shape))
 
     @property
     def brings_more_than_state(self) -> bool:
-        """Whether there is something to bring before the optimizer has state."""
+        """Whether the chunk contains main weights or gradients, which need no optimizer state."""
         return len(self._pieces) > self._moves_state
 
     def moves_state_of(self, slot: Slot) -> bool:
-        """Whether state of the parameter's shape lies elsewhere."""
+        """Returns whether state of the parameter's shape is offloaded."""
         return self._moves_state and slot.param.ndim > 0
 
     def check_home(self, place: int, key: Any) -> None:
-        """Check that a state of a slot has a home.
+        """Check that a state tensor of a slot has a home.
 
         Raises:
-            ValueError: it has none.
+            ValueError: The state tensor has no home.
         """
         kept = self.kept[place]
         if self.moves_state_of(self.slots[place]) and key not in kept:
@@ -346,10 +345,10 @@ class _Chunk(MovedBytes):
             )
 
     def large_state(self, place: int, values: dict[Any, Any]) -> dict[Any, Tensor]:
-        """Returns those of the ``values`` to load into the state of a slot that have a home.
+        """Returns the tensors among ``values``, the loaded state of a slot, that have a home.
 
         Raises:
-            ValueError: a tensor of the parameter's shape has none, or has another shape or slice.
+            ValueError: A tensor of the parameter's shape has no home, or another shape or slice.
         """
         slot, kept = self.slots[place], self.kept[place]
         shape = slot.param.shape
@@ -364,20 +363,20 @@ class _Chunk(MovedBytes):
                     f"{tuple(shape)}; found {tuple(value.shape)}"
                 )
             if key in kept and isinstance(value, FlatDTensor):
-                slot.to_local(key, value)  # raises
+                slot.to_local(key, value)  # Raises if the slice differs.
         return {k: v for k, v in values.items() if k in kept and isinstance(v, Tensor)}
 
     def bring(self) -> None:
-        """See :class:`StepChunk`: nothing is copied before there is state."""
+        """See :class:`StepChunk`. Copies nothing if there is no state yet."""
         if self.has_state or self.brings_more_than_state:
             super().bring()
 
     def begin_pending(self, ticket: Ticket, held: Sequence[Tensor]) -> None:
-        """Compute has not waited for the step of this chunk.
+        """Record that compute has not waited for the step of this chunk yet.
 
         Args:
-            ticket: its end.
-            held: gradients that it reads in memory that is not the engine's.
+            ticket: The end of the step.
+            held: Gradients that the step reads and whose memory is not the engine's.
         """
         for pending in self._pending:
             if isinstance(pending, StepBesideForward):
@@ -385,15 +384,15 @@ class _Chunk(MovedBytes):
                 pending.hold(*held)
 
     def finish_pending(self) -> None:
-        """Compute waits for the step."""
+        """Make compute wait for the step."""
         for pending in self._pending:
             pending.finish()
 
 
 def _in_order(chunks: Sequence[_Chunk]) -> list[_Chunk]:
-    """The order in which chunks are stepped: neighbours have like sizes, since one is brought while
-    the other returns; the first and the last, during whose copies nothing else is copied, are the
-    smallest."""
+    """Returns chunks in the order of steps. Neighbours have similar sizes, since one is copied in
+    while the other is copied back. The first and the last chunk, whose copies overlap with no
+    others, are the smallest."""
     by_size = sorted(chunks, key=attrgetter("num_bytes"))
     return [*by_size[::2], *reversed(by_size[1::2])]
 
@@ -403,7 +402,7 @@ def _unique_objects(objects: Iterable[Any]) -> list[Any]:
 
 
 def _has_tensors(values: Iterable[Any]) -> bool:
-    """Whether tensors are among ``values``, or within containers of them."""
+    """Returns whether ``values`` contain tensors, also within nested containers."""
     for each in values:
         if isinstance(each, Tensor):
             return True
@@ -417,8 +416,8 @@ class _ChunkStep(NamedTuple):
     """A submitted step of a chunk.
 
     Attributes:
-        ticket: its end.
-        held: gradients that it reads in memory that is not the engine's.
+        ticket: The end of the step.
+        held: Gradients that the step reads and whose memory is not the engine's.
     """
 
     ticket: Ticket
@@ -426,15 +425,15 @@ class _ChunkStep(NamedTuple):
 
 
 class OffloadedStep(ChunkedStep):
-    """Step hooks of an optimizer whose state lies elsewhere. See [Note: Offloaded state].
+    """Step hooks of an optimizer with offloaded state. See [Note: Offloaded state].
 
     Args:
-        optimizer: elementwise.
+        optimizer: An elementwise optimizer.
         offload: The offload of its parameters.
 
     Raises:
-        ValueError: its state tensors are not plain (torchao's), or a trial step failed.
-        OSError: there is too little space on the disk.
+        ValueError: State tensors are not plain (those of torchao), or a trial step failed.
+        OSError: There is too little space on the disk.
     """
 
     def __init__(self, optimizer: Optimizer, offload: Offloading) -> None:
@@ -448,19 +447,19 @@ class OffloadedStep(ChunkedStep):
         super().__init__(optimizer)
         self._chunks: list[_Chunk] = []
         self._slot_of: dict[int, tuple[_Chunk, int]] = {}  # by id of the parameter
-        self._others: dict[Any, Any] = {}  # within a step: state of parameters without a home
+        self._others: dict[Any, Any] = {}  # state of parameters without a home, within a step
         self._loaded: list[tuple[Tensor, dict[Any, Any]]] = []
         self._refresh(optimizer)
 
     def register(self, optimizer: Optimizer) -> None:
-        """Hook it to its optimizer."""
+        """Register the hooks of the optimizer."""
         super().register(optimizer)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
 
     def kept_state(self, param: Tensor, key: Any, dtype: torch.dtype) -> Tensor | None:
-        """See :class:`StepHook`: the place of a state at its home."""
+        """See :class:`StepHook`. Returns the view of the home for a state tensor."""
         if (found := self._slot_of.get(id(param))) is None:
             return None
         self._offload.wait()
@@ -515,17 +514,17 @@ class OffloadedStep(ChunkedStep):
             chunk.has_state = any(optimizer.state.get(slot.param) for slot in chunk.slots)
         try:
             step_in_turn([(chunk, partial(step, chunk)) for chunk in self._chunks])
-            self._offload.memory.release_idle()  # of chunks, which no backward would use
+            self._offload.memory.release_idle()  # Backward would not reuse the memory of chunks.
         except BaseException:
             self._abandon()
             raise
         return steps
 
     def _can_be_pending(self, optimizer: Any) -> bool:
-        """Whether the step can run beside the next forward.
+        """Returns whether the step can run concurrently with the next forward.
 
-        Tensors among hyperparameters or attributes (a learning rate, the scale of a ``GradScaler``)
-        may be changed before it has read them.
+        It cannot if hyperparameters or attributes contain tensors (a learning rate, the scale of a
+        ``GradScaler``), which the user may change before the step has read them.
         """
         memory = self._offload.memory
         if not self._offload.overlaps_forward or memory.is_fixed:
@@ -540,8 +539,8 @@ class OffloadedStep(ChunkedStep):
         return not _has_tensors(chain(groups, own))
 
     def _begin_pending(self, steps: Sequence[_ChunkStep]) -> None:
-        """Compute does not wait for ``steps``, but for those of parameters that users hold as plain
-        tensors."""
+        """Record ``steps`` as pending. Compute waits only for steps of parameters that users hold
+        as plain tensors."""
         for chunk, (ticket, held) in zip(self._chunks, steps, strict=True):
             chunk.begin_pending(ticket, held)
             if chunk.has_plain:
@@ -556,15 +555,15 @@ class OffloadedStep(ChunkedStep):
         super().finish(optimizer)
         self._others.clear()
         if any(chunk.returns_weights for chunk in self._chunks):
-            self._offload.wait()  # users may look at parameters, which lie at home
+            self._offload.wait()  # Users may read parameters, whose memory is the home.
         # Fused steps do not increment version counters (torch 2.11 to 2.13).
         torch.autograd.graph.increment_version(
             [slot.param_local for chunk in self._chunks for slot in chunk.slots]
         )
 
     def _brought(self, optimizer: Any, chunk: _Chunk) -> tuple[dict[Any, Any], dict[int, Tensor]]:
-        """Returns the state of a chunk on the device, and its slices, which get their gradients, by
-        ``id`` of the parameter."""
+        """Returns the state of a chunk on the device, and its slices by ``id`` of the parameter.
+        Sets the gradients of the slices."""
         states = entries_of(optimizer)
         states |= self._others
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
@@ -578,7 +577,7 @@ class OffloadedStep(ChunkedStep):
 
     @staticmethod
     def _on_device(slot: Slot, key: Any, value: Any, kept: Any, work: Tensor | None) -> Any:
-        """A state as the step reads it: brought, or, where it was replaced, copied."""
+        """Returns a state value for the step: the chunk's, or a copy if the value was replaced."""
         if work is not None and value is kept:
             return work
         local = slot.to_local(key, value)[1]
@@ -590,7 +589,7 @@ class OffloadedStep(ChunkedStep):
 
     @torch.no_grad()
     def _take(self, optimizer: Any, chunk: _Chunk, states: dict[Any, Any]) -> _ChunkStep:
-        """A chunk has stepped: keep its state, and write it home."""
+        """Take over the state of a chunk after its step, and start to copy it to its homes."""
         transients = self._offload.memory.transients
         held = [
             grad
@@ -598,7 +597,7 @@ class OffloadedStep(ChunkedStep):
             if (grad := local.grad) is not None and storage_keys(grad)[0] not in transients
         ]
         chunk.slices.clear_gradients()
-        chunk.fill()  # where there was no state before
+        chunk.fill()  # No memory is allocated yet if there was no state before.
         for slot, kept, work in zip(chunk.slots, chunk.kept, chunk.work, strict=True):
             if (found := states.pop(slot.local, None)) is not None:
                 of_param = optimizer.state.setdefault(slot.param, {})
@@ -618,7 +617,7 @@ class OffloadedStep(ChunkedStep):
         kept: dict[Any, Tensor],
         work: dict[Any, Tensor],
     ) -> None:
-        """Take over a slice's state ``found`` after a step into the parameter's ``state``."""
+        """Move the state ``found`` of a slice after a step into the parameter's ``state``."""
         moved: list[tuple[Tensor, Tensor]] = []
         for key, value in found.items():
             if key in work and isinstance(value, Tensor):
@@ -645,7 +644,7 @@ class OffloadedStep(ChunkedStep):
             copy_moved(*zip(*moved, strict=True))
 
     def _abandon(self) -> None:
-        """A step failed: nothing of it stays on the device. Its error is the one to be raised."""
+        """Free all chunks after a failed step. The caller raises the error of the step."""
         self._offload.drain()
         for chunk in self._chunks:
             chunk.slices.clear_gradients()
@@ -654,10 +653,10 @@ class OffloadedStep(ChunkedStep):
     # Chunks.
 
     def _refresh(self, optimizer: Any) -> None:
-        """Make chunks for parameters that have none.
+        """Create chunks for parameters that have none.
 
         Raises:
-            RuntimeError: a parameter was converted.
+            RuntimeError: A parameter was converted.
         """
         self._check_converted()
         if (groups := self._changed_groups(optimizer)) is None:
@@ -684,7 +683,7 @@ class OffloadedStep(ChunkedStep):
         for unit in sorted(by_unit, key=_number):
             params, dtypes = by_unit[unit]
             number = numbers.get(unit, len(self._chunks))
-            # Two chunks of one home would each return what the other has stepped.
+            # Parameters of one home must share a chunk: two would overwrite each other's results.
             for chunk in self._chunks[number : number + 1]:
                 params = [*(slot.param for slot in chunk.slots), *params]
                 dtypes = [*chunk.dtypes, *dtypes]
@@ -693,13 +692,13 @@ class OffloadedStep(ChunkedStep):
             self._chunks.sort(key=lambda chunk: chunk.unit.number)
         else:
             self._chunks = _in_order(self._chunks)
-        if not self._chunks:  # parameters without an offload are stepped with the first one
+        if not self._chunks:  # Parameters without an offload are stepped with the first chunk.
             self._chunks.append(_Chunk(_Unit(self._offload, "nothing", 0), [], [], self._homes))
         self._assign_members()
 
     def _refit(self, optimizer: Any) -> None:
-        """Make chunks anew where state was replaced, or loaded, in another dtype: steps then have
-        it in this dtype, as they have without an offload."""
+        """Rebuild chunks whose state was replaced or loaded in another dtype. The step then uses
+        that dtype, as it would without an offload."""
         for number, chunk in enumerate(self._chunks):
             dtypes = [
                 {
@@ -721,22 +720,22 @@ class OffloadedStep(ChunkedStep):
         params: Sequence[Tensor],
         dtypes: Sequence[dict[Any, torch.dtype]],
     ) -> None:
-        """Make the chunk of that number, or make it anew; state that there is goes home."""
+        """Create or replace the chunk with that number, and copy existing state to its home."""
         self._offload.wait()
         chunk = _Chunk(unit, params, dtypes, self._homes)
         self._chunks[number : number + 1] = [chunk]
         for place, (slot, kept) in enumerate(zip(chunk.slots, chunk.kept, strict=True)):
             self._slot_of[id(slot.param)] = chunk, place
-            self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor makes state
+            self._send_home(optimizer.state, slot, kept)  # Adagrad's constructor creates state.
 
     def _assign_members(self) -> None:
-        """Set which parameters of a group are stepped with which chunk."""
+        """Assign the parameters of each group to the chunk with which they are stepped."""
         groups = self._groups
         for chunk in self._chunks:
             local_of = {id(slot.param): slot.local for slot in chunk.slots}
             members = [[local_of[id(p)] for p in params if id(p) in local_of] for params in groups]
             chunk.members = {index: params for index, params in enumerate(members) if params}
-        # With the first one go parameters without an offload, and groups without parameters.
+        # Parameters without an offload, and groups without parameters, join the first chunk.
         others = [[p for p in params if id(p) not in self._slot_of] for params in groups]
         self._has_others = any(others)
         first = self._chunks[0]
@@ -759,7 +758,7 @@ class OffloadedStep(ChunkedStep):
     @staticmethod
     @torch.no_grad()
     def _send_home(states: Any, slot: Slot, kept: dict[Any, Tensor]) -> None:
-        """Copy the state that a parameter has to its home."""
+        """Copy the state of a parameter to its home."""
         state = states.get(slot.param, {})
         for key, home in kept.items():
             if (value := state.get(key)) is not None and value is not home:
@@ -772,7 +771,7 @@ class OffloadedStep(ChunkedStep):
         group: dict[str, Any],
         like: Tensor,
     ) -> dict[Any, torch.dtype]:
-        """Dtypes of the state that two steps make, by key, from the state that ``like`` has."""
+        """Returns dtypes of the state of ``like`` after two trial steps, by key."""
         dtype, device = like.dtype, self._offload.memory.device
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
         states = entries_of(optimizer)
@@ -780,7 +779,7 @@ class OffloadedStep(ChunkedStep):
             if isinstance(value, Tensor):
                 if value.ndim:
                     value = allocator.zeros(_TRIAL_SHAPE, value.dtype, value.device)
-                else:  # a constant, whose value a simulation knows
+                else:  # Use a constant, whose value is known in a simulation.
                     value = torch.tensor(0, dtype=value.dtype, device=value.device)
             states[param][key] = value
         shadow = self._shadows.make(optimizer, [{**group, "params": [param]}], states, {})
@@ -817,14 +816,14 @@ class OffloadedStep(ChunkedStep):
     # Saving and loading.
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        """State dict pre-hook."""
+        """State dict pre-hook: wait for copies to homes."""
         self._offload.wait()
 
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Load pre-hook: torch would move all state to the device; it gets only the small one.
+        """Load pre-hook: keep offloaded state from torch, which would move it to the device.
 
         Raises:
-            ValueError: see :meth:`_Chunk.large_state`.
+            ValueError: See :meth:`_Chunk.large_state`.
         """
         self._refresh(optimizer)
         self._loaded.clear()
@@ -846,7 +845,7 @@ class OffloadedStep(ChunkedStep):
 
     @torch.no_grad()
     def _after_load(self, optimizer: Any) -> None:
-        """Load post-hook: the rest goes home."""
+        """Load post-hook: copy the offloaded state to its homes."""
         self._offload.wait()
         loaded, self._loaded = self._loaded, []
         for param, values in loaded:

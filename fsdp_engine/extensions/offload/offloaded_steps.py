@@ -1,4 +1,4 @@
-"""Steps of optimizers whose state lies elsewhere."""
+"""Steps of optimizers whose state is offloaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_engine.optim.step_placement import StatePlace, StepPlacement
 
 
 class OffloadedSteps(StepPlacement):
-    """See :class:`StepPlacement`."""
+    """Steps of offloaded parameters. See :class:`StepPlacement`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._offload = find_offload(optimizer)

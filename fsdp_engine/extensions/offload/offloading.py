@@ -1,4 +1,4 @@
-"""The homes of an engine's state, and the lanes by which it comes to the device and returns."""
+"""The homes of an engine's state, and the lanes that copy it to the device and back."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ from fsdp_engine.extensions.offload.places import (
 from fsdp_engine.extensions.offload.thread_lane import ThreadLane
 from fsdp_engine.memory.allocator import Memory
 
-# Of ledgers, by role of :class:`~fsdp_engine.Offload`.
+# Roles in ledgers, by role of `fe.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 STAGING_ROLE = "staging"
-# Names of copies of state, and of the lane of steps beside forward.
+# Names of the lanes of copies and of steps beside forward.
 STATE_COPIES, STEP_LANE = "state", "optimizer step"
 
 
 class Offloading:
-    """What moves the state of one engine. See ``docs/internals/offload.md``.
+    """Moves the offloaded state of one engine. See ``docs/internals/offload.md``.
 
     Args:
-        offload: says where state lies.
-        memory: The memory of the engine, on its device.
-        compute: the engine's lane.
-        files: by role, those that there are already.
+        offload: The places of state.
+        memory: The memory manager of the engine.
+        compute: The compute lane of the engine.
+        files: Existing files, by role.
 
     Attributes:
-        offload, memory: see the arguments.
-        compute: the engine's lane; within :meth:`beside_compute` the one that steps.
-        state_in, state_out: lanes.
-        overlaps_forward: steps can run beside the next forward.
-        steps_on_host: optimizers step where state lies.
+        offload, memory: The arguments.
+        compute: The engine's compute lane; within :meth:`beside_compute` the lane that steps.
+        state_in, state_out: The lanes for copies to the device and from it.
+        overlaps_forward: Whether steps can run concurrently with the next forward.
+        steps_on_host: Whether optimizers step in host memory.
     """
 
     def __init__(
@@ -64,19 +64,19 @@ class Offloading:
         self.steps_on_host = offload.step_on == HOST
         self.offload = offload
         self._files = dict(files)
-        self._threads = DiskThreads()  # start with their first work
+        self._threads = DiskThreads()  # Threads start with their first call.
         self._staging = self._make_staging() if is_staged else []
         self._moved = {role for role in ROLES if offload.moves(role, memory.device)}
 
     def moves(self, role: str) -> bool:
-        """Whether a role of :class:`~fsdp_engine.Offload` lies elsewhere."""
+        """Returns whether the state of a role is stored outside of the device."""
         return role in self._moved
 
     def homes(self, role: str) -> Homes:
-        """Returns what makes homes of a role that lies elsewhere: on a disk in a file of its own.
+        """Returns the factory for homes of an offloaded role; on a disk it uses a file of its own.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         place, memory = self.offload.places[role], self.memory
 
@@ -93,7 +93,7 @@ class Offloading:
         return Homes(book, partial(DiskHome, file=file, threads=self._threads))
 
     def _make_staging(self) -> list[Staging]:
-        """One for each direction."""
+        """Returns a staging buffer for each direction."""
         device, pinned = self.memory.device, self.offload.pin_memory
         made = [Staging(partial(mark, device), pinned=pinned) for _ in self.lanes]
         for each in made:
@@ -102,12 +102,12 @@ class Offloading:
 
     @property
     def lanes(self) -> tuple[Lane, Lane]:
-        """Those of copies to the device and from it."""
+        """The lanes for copies to the device and from it."""
         return self.state_in, self.state_out
 
     @contextmanager
     def beside_compute(self) -> Iterator[None]:
-        """Within it, steps are submitted to a lane of their own, behind the work of compute."""
+        """Context within which steps run on a separate lane, after the submitted compute work."""
         lane, compute = self._step_lane, self.compute
         assert lane is not None
         lane.wait(compute.record())
@@ -119,15 +119,15 @@ class Offloading:
             self.compute = compute
 
     def drain(self) -> list[Exception]:
-        """End all copies and steps; what failed is returned, not raised."""
+        """Wait for all copies and steps; returns their errors and does not raise."""
         steps = () if self._step_lane is None else (self._step_lane,)
         return [error for lane in (*steps, *self.lanes) for error in lane.drain()]
 
     def wait(self) -> None:
-        """Until all copies to homes are done; compute waits for pending steps.
+        """Wait until all copies to homes are done. Compute waits for pending steps.
 
         Raises:
-            ValueError, RuntimeError: one failed.
+            ValueError, RuntimeError: A copy failed.
         """
         finish_pending_steps()
         for error in self.state_out.drain():

@@ -1,8 +1,8 @@
-"""State of parameters that are stepped together, where it lies elsewhere between steps.
+"""Offloaded state of parameters that are stepped together.
 
-Its structure is the optimizer's: any tensors in any containers. It is known when a step has made
-it, so its home is made after the first step, and anew if a step or a load changed shapes or dtypes.
-0-d tensors stay where they are.
+The state has the structure that the optimizer gives it: any tensors in any containers. It is known
+only after a step, so the home is created after the first step, and again if a step or a load has
+changed shapes or dtypes. 0-d tensors are not moved.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _ALIGNMENT = 64
 
 
 class StateHome(MovedBytes, StatePlace):
-    """The state of a chunk, at a home.
+    """The state of a chunk at a home.
 
     Args:
         offload: The offload of the engine.
-        homes: makes homes of state.
+        homes: The factory for homes of state.
     """
 
     def __init__(self, offload: Offloading, homes: Homes) -> None:
@@ -60,8 +60,8 @@ class StateHome(MovedBytes, StatePlace):
 
     def take(self, states: Sequence[Any]) -> list[Any]:
         """See :class:`StatePlace`."""
-        # Also where no state was read, since the user has reset it: its bytes would still arrive
-        # in the memory that the new state is copied into.
+        # Wait even if no state was read because the user has reset it: otherwise its bytes would
+        # be copied over the new state in the same memory.
         self.await_brought()
         large = [leaf for leaf in leaves_of(list(states)) if _is_large(leaf)]
         layout = [(tuple(leaf.shape), leaf.dtype) for leaf in large]
@@ -89,8 +89,8 @@ class StateHome(MovedBytes, StatePlace):
         return [map_leaves(kept, state) for state in states]
 
     def _make(self, layout: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> None:
-        """Make the home, for tensors of these shapes and dtypes."""
-        old = self._storage  # what a step has made may lie there
+        """Create the home and device memory for tensors of these shapes and dtypes."""
+        old = self._storage  # The step may have stored its results there.
         self._offload.wait()
         self._layout, self._offsets, size = list(layout), [], 0
         for shape, dtype in layout:
@@ -110,8 +110,8 @@ class StateHome(MovedBytes, StatePlace):
 
 @torch.no_grad()
 def copy_moved(places: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values of a step to their places, unless they lie there. Some lie in the place of
-    another where a step exchanges tensors of its state."""
+    """Copy results of a step to their places unless they are already there. If a step exchanges
+    state tensors, one may be in the place of another, so such sources are copied first."""
     moved = [
         (place, value)
         for place, value in zip(places, values, strict=True)

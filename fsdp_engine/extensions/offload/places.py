@@ -1,4 +1,4 @@
-"""Where an engine's state lies while it is not used."""
+"""The places of an engine's state between its uses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_engine.memory.allocator import HOST as HOST
 
 DISK = "disk"
 PLACES = (DEVICE, HOST, DISK)
-# Fields that are places.
+# The fields of `OffloadPlaces` that are places.
 ROLES = ("optimizer_state", "main_weights", "gradients")
 
 
@@ -60,15 +60,15 @@ class OffloadPlaces:
 
     @property
     def places(self) -> dict[str, str]:
-        """By role, those that are not the device."""
+        """The places other than the device, by role."""
         found = {role: getattr(self, role) for role in ROLES}
         return {role: place for role, place in found.items() if place != DEVICE}
 
     def check_folder(self) -> None:
-        """Check that files can be made in the folder, if there are to be some.
+        """Check that files can be created in the folder, if a place is "disk".
 
         Raises:
-            ValueError: They cannot.
+            ValueError: The folder cannot be written.
         """
         if DISK not in self.places.values() or not backend.current().has_values:
             return
@@ -79,13 +79,13 @@ class OffloadPlaces:
             )
 
     def check_levels(self, *, shards_gradients: bool) -> None:
-        """Whether it can be had at a level.
+        """Check that the inner level allows these places.
 
         Args:
-            shards_gradients: whether the inner level does.
+            shards_gradients: Whether the inner level shards gradients.
 
         Raises:
-            ValueError: gradients are not sharded.
+            ValueError: Gradients are offloaded but not sharded.
         """
         if self.gradients != DEVICE and not shards_gradients:
             raise ValueError(
@@ -94,10 +94,10 @@ class OffloadPlaces:
             )
 
     def check_pair(self) -> None:
-        """Whether an accelerator's weights and gradients are tensors of one device.
+        """Check that weights and gradients are tensors of one device, for an accelerator.
 
         Raises:
-            ValueError: they do not.
+            ValueError: Only one of them is offloaded.
         """
         if (self.main_weights == DEVICE) != (self.gradients == DEVICE):
             raise ValueError(
@@ -106,11 +106,11 @@ class OffloadPlaces:
             )
 
     def moves(self, role: str, device: torch.device) -> bool:
-        """Whether ``role`` lies elsewhere than where ``device`` computes."""
+        """Returns whether ``role`` is stored outside of the memory of ``device``."""
         place = getattr(self, role)
         return place == DISK or (place == HOST and computes_elsewhere(device))
 
 
 def computes_elsewhere(device: torch.device) -> bool:
-    """Whether ``device`` does not compute in host memory."""
+    """Returns whether ``device`` computes in memory other than host memory."""
     return backend.current().runs_ahead(device)

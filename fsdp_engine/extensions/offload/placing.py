@@ -1,4 +1,4 @@
-"""Places the shards of an engine's buffers at homes, and steps them from there."""
+"""Placement of the shards of an engine's buffers at homes, from which optimizers step them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_engine.units.build import Resources
 
 
 class _Returns(GradientObserver):
-    """Waits for gradients that return to homes."""
+    """Waits for copies of gradients to their homes."""
 
     def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading
@@ -39,10 +39,10 @@ class _Returns(GradientObserver):
 
 
 class OffloadPlacement(Placement):
-    """See the module docstring.
+    """Places shards of buffers at homes.
 
     Args:
-        offloading: moves the state.
+        offloading: The object that moves the state.
     """
 
     def __init__(self, offloading: Offloading) -> None:
@@ -56,7 +56,7 @@ class OffloadPlacement(Placement):
         """See :class:`Placement`."""
         if self._main is None or not can_leave_device(spec.strategy, codec):
             return super().make_main(spec, context, codec)
-        # The host casts main weights where they lie. A disk would have to write them.
+        # Compute weights are cast at home in host memory only. A disk would need more writes.
         is_on_host = self._offloading.offload.main_weights == HOST
         is_cast = is_on_host and is_cast_at_home(spec.strategy, codec)
         return HomedMain(spec, context, codec, self._main, is_cast=is_cast)
@@ -86,7 +86,7 @@ class OffloadPlacement(Placement):
             engine.reductions.observers.append(_Returns(self._offloading))
         mains = [buffer.weights.main_shard for buffer in engine.buffers]
         end_gathers, before_changes = engine.lanes.drain_gathers, engine.scheduler.before_changes
-        # Gathers read memory of the host, where users may change it.
+        # Gathers read host memory that users may change, so they must finish before changes.
         is_read = any(main.before_change is not None for main in mains)
         if is_read and end_gathers not in before_changes:
             before_changes.append(end_gathers)
@@ -94,7 +94,7 @@ class OffloadPlacement(Placement):
             self.rebuilt(engine, unit)
 
     def rebuilt(self, engine: Engine, unit: Unit) -> None:
-        """See :class:`Placement`: optimizers step ``unit`` from where its state lies now."""
+        """See :class:`Placement`. Registers ``unit`` again, so steps use its current homes."""
         if not self._offloading.steps_on_host:
             buffers = [_offloaded(each) for each in unit.trainable]
             size = engine.extension(_elements_of_a_chunk)
@@ -104,11 +104,13 @@ class OffloadPlacement(Placement):
 def place_state(
     resources: Resources, offload: OffloadPlaces, files: Mapping[str, DiskFile]
 ) -> None:
-    """Build buffers with ``resources`` whose shards are at the places of ``offload``. Equal places
-    have one placement.
+    """Set the placement of the buffers that ``resources`` builds to the places of ``offload``. One
+    placement serves all equal places.
 
     Args:
-        files: Files on a disk that exist already, by role.
+        resources: The resources to build with.
+        offload: The places of state.
+        files: Existing files on a disk, by role.
     """
     if not any(offload.moves(role, resources.memory.device) for role in ROLES):
         return
@@ -131,8 +133,8 @@ def _offloaded(buffer: ParamAndGradBuffer) -> OffloadedBuffer:
 
 
 def _elements_of_a_chunk(engine: Engine) -> int:
-    """Of this rank's slices of trainable parameters, the mean number of elements in a unit. (With
-    half of them a simulated step of 8B on 64 H100s copies 5 % longer: copies are short then.)"""
+    """Returns the mean number of elements per unit in this rank's shards of trainable parameters.
+    With half of that, copies are short and take 5 % longer (simulated step, 8B on 64 H100s)."""
     units = [unit for unit in engine.units if unit.trainable]
     slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
     return sum(slices) // max(len(units), 1)

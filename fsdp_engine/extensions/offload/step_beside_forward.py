@@ -1,13 +1,14 @@
-"""Optimizer steps that run beside the next forward.
+"""Optimizer steps that run concurrently with the next forward.
 
 [Note: Steps beside forward]
-With ``Offload.overlap_forward`` an optimizer's chunks are stepped on a lane of their own, behind
-the backward, and ``optimizer.step()`` returns with the step *pending*: compute has not waited for
-it. A :class:`StepBesideForward` is that of one buffer. :class:`PendingStep` says what waits for it.
+With ``Offload.overlap_forward``, an optimizer's chunks are stepped on a separate lane after the
+backward, and ``optimizer.step()`` returns with the step *pending*: compute has not waited for it. A
+:class:`StepBesideForward` is the pending step of one buffer. :class:`PendingStep` documents which
+operations wait for it.
 
-Memory that is freed meanwhile, that of gradients, is freed when compute has waited. Parameters,
-which the step writes, are the optimizer's, and the host waits for its last copies when it is
-deleted.
+While a step is pending, memory of gradients is not freed; it is freed once compute has waited. The
+step writes parameters, which the optimizer keeps alive. When the optimizer is deleted, the host
+waits for its last copies.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from fsdp_engine.memory.allocator import TransientStorage
 
 
 class StepBesideForward(PendingStep):
-    """See the module docstring.
+    """The pending step of one buffer. See the module docstring.
 
     Args:
-        compute: the engine's lane.
+        compute: The compute lane of the engine.
     """
 
     def __init__(self, compute: Lane) -> None:
@@ -35,13 +36,13 @@ class StepBesideForward(PendingStep):
         self._held: list[Any] = []
 
     def begin(self, ticket: Ticket) -> None:
-        """A step is submitted; ``ticket``: its end. Later ones are on the same lane.
+        """Record a submitted step that ends with ``ticket``. Later steps use the same lane.
 
-        The current stream is that of the code that steps.
+        The current stream must be that of the code that steps.
         """
         if not self.tickets:
             PENDING.append(weakref.ref(self))
-        self.tickets = (ticket,)  # one, or none
+        self.tickets = (ticket,)  # at most one, since later steps are on the same lane
         if isinstance(self._compute, DeviceLane):
             self._caller = self._compute.of_caller()
 
@@ -50,7 +51,7 @@ class StepBesideForward(PendingStep):
         if not self.tickets:
             return
         self._compute.wait(*self.tickets)
-        # The current stream may be another than that of the code that has stepped.
+        # The current stream may differ from that of the code that called the step.
         self._caller.wait(*self.tickets)
         self.tickets = ()
         self._held.clear()

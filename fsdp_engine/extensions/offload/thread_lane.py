@@ -1,7 +1,8 @@
-"""Lanes of an accelerator whose operations wait for files.
+"""Accelerator lanes whose operations wait for files.
 
-Such a lane is a stream and a thread, which submits the operations and waits for files within them.
-Waiting for a ticket blocks the host until the thread has submitted the operation.
+Such a lane has a stream and a thread. The thread submits the operations to the stream and waits for
+files within them. Waiting for a ticket blocks the host until the thread has submitted the
+operation.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from fsdp_engine.comm.lanes import Operation, Ticket
 
 
 class ThreadTicket(PendingTicket):
-    """An operation on a :class:`ThreadLane`.
+    """Ticket of an operation on a :class:`ThreadLane`.
 
     Attributes:
-        label: its operation and unit.
-        is_known: the host has waited for the thread, and so knows of an error.
+        label: Name of the operation and its unit.
+        is_known: Whether the host has waited for the thread, so that an error would be known.
     """
 
     __slots__ = ("_future", "_lane", "is_known", "label")
@@ -39,26 +40,26 @@ class ThreadTicket(PendingTicket):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Global ranks that take part; none: all."""
+        """Global ranks that take part. Empty: all ranks."""
         return self._lane.ranks
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has submitted it, and the host knows of an error."""
+        """Whether the thread has submitted the operation and any error is known to the host."""
         return self.is_known or (self._future.done() and self._future.exception() is None)
 
     def submitted(self) -> DeviceTicket:
         """Wait until the thread has submitted the operation; returns the ticket of its stream.
 
         Raises:
-            RuntimeError, ValueError: it failed.
+            RuntimeError, ValueError: The operation failed.
         """
         if (error := self._future.exception()) is not None:
             raise error.with_traceback(None)
         return self._future.result()
 
     def finish(self) -> DeviceTicket:
-        """The same for the host, which then knows whether it failed."""
+        """Wait like :meth:`submitted`, on the host, which then knows of an error."""
         ACTIVITY.waits = self
         try:
             return self.submitted()
@@ -68,7 +69,7 @@ class ThreadTicket(PendingTicket):
 
 
 class ThreadLane(DeviceLane):
-    """A lane on an accelerator whose operations wait on the host for something else: a thread
+    """A lane of an accelerator whose operations wait for files or other work of the host. A thread
     submits them to its stream. See [Note: Lanes]."""
 
     def __init__(
@@ -81,7 +82,7 @@ class ThreadLane(DeviceLane):
         super().__init__(device, stream, ranks, name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._unfinished: deque[ThreadTicket] = deque()
-        self._at_work: int | None = None  # identity of the thread
+        self._at_work: int | None = None  # id of the thread
 
     def submit(  # type: ignore[override]
         self,
@@ -92,7 +93,7 @@ class ThreadLane(DeviceLane):
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> ThreadTicket:
-        """See :class:`Lane`; the host does not wait."""
+        """See :class:`Lane`. The host does not wait."""
         while self._unfinished and self._unfinished[0].has_ended:
             self._unfinished.popleft()
         future = self._thread.submit(self._run, label, operation, after)
@@ -105,14 +106,14 @@ class ThreadLane(DeviceLane):
         return super().submit(label, operation, after=after)
 
     def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`; the thread waits until those of other threads are submitted."""
+        """See :class:`Lane`. The thread waits until tickets of other threads are submitted."""
         super().wait(
             *(each.submitted() if isinstance(each, ThreadTicket) else each for each in tickets)
         )
 
     def drain(self) -> list[Exception]:
-        """See :class:`Lane`. Within an operation (garbage is collected in any thread) only those
-        before it."""
+        """See :class:`Lane`. Called within an operation of this lane (garbage is collected in any
+        thread), it waits only for the earlier operations."""
         errors: list[Exception] = []
         if threading.get_ident() != self._at_work:
             while self._unfinished:

@@ -1,2 +1,2 @@
-"""Checks of parameters that users put into a sharded model, whose values are taken:
+"""Checks of values that users assign to parameters of a sharded model:
 ``module.weight = nn.Parameter(...)``, ``load_state_dict(assign=True)``."""

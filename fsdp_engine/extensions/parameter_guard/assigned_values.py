@@ -1,7 +1,7 @@
 """Values that users assign to sharded parameters.
 
 Assigned values are checked and copied into the sharded parameter, because optimizers and units
-reference it.
+refer to that tensor.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class AssignedValues:
     """Copies assigned values into the sharded parameters.
 
     Args:
-        places: every place of every parameter.
+        places: Every place of every parameter.
 
     Attributes:
-        assigned: parameters of users' own whose values were taken, with their names.
+        assigned: Names of and weak references to parameters of the user whose values were copied.
     """
 
     def __init__(self, places: Sequence[ParamPlace]) -> None:
@@ -35,11 +35,11 @@ class AssignedValues:
         self._storages: set[int] | None = None
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer steps no tensor that was assigned to a parameter, instead of the
-        parameter.
+        """Check that an optimizer does not step a tensor that the user has assigned to a parameter:
+        it must step the parameter.
 
         Raises:
-            RuntimeError: it does; names the parameter.
+            RuntimeError: The optimizer steps such a tensor; names the parameter.
         """
         if not self.assigned:
             return
@@ -62,10 +62,10 @@ class AssignedValues:
         return storage > 0 < first and storage in self._storages and first != _address(sharded)[1]
 
     def take(self, place: ParamPlace, value: Tensor) -> Tensor:
-        """Returns the sharded parameter, with the values of ``value``.
+        """Copy ``value`` into the sharded parameter and return that parameter.
 
         Raises:
-            ValueError: see :meth:`check_value`.
+            ValueError: See :meth:`check_value`.
         """
         self.check_value(place, value)
         target = place.sharded
@@ -75,7 +75,7 @@ class AssignedValues:
             elif isinstance(target, FlatDTensor):
                 target.copy_(value)
             else:
-                target.copy_(value.to_local())  # each rank holds all elements of both
+                target.copy_(value.to_local())  # Each rank holds all elements of both tensors.
         if target.requires_grad is not value.requires_grad:
             target.requires_grad_(value.requires_grad)
         target.grad = None
@@ -83,7 +83,7 @@ class AssignedValues:
         return target
 
     def remember(self, place: ParamPlace, value: Tensor) -> None:
-        """``value`` was taken: an optimizer that holds it would step nothing."""
+        """Record that ``value`` was copied: stepping it would not step the parameter."""
         if isinstance(value, nn.Parameter):
             self.assigned.append((place.name, weakref.ref(value)))
 
@@ -91,12 +91,12 @@ class AssignedValues:
         """Check that a parameter can take ``value``.
 
         Args:
-            place: the place that it is assigned to.
-            value: the tensor.
-            as_tied: the caller sees to it that all names of a tied parameter get one value.
+            place: The place that is assigned to.
+            value: The assigned tensor.
+            as_tied: The caller ensures that all names of a tied parameter get the same value.
 
         Raises:
-            ValueError: it cannot; names the parameter.
+            ValueError: The parameter cannot take ``value``; names the parameter.
         """
         sharded = place.sharded
         tied = self._names.get(id(value))
@@ -114,7 +114,7 @@ class AssignedValues:
         elif isinstance(value, FlatDTensor):
             mine = sharded.flat_placement if isinstance(sharded, FlatDTensor) else None
             given = value.flat_placement
-            # By name, too: on one rank the slices of two parameters can both be empty.
+            # Compare names, too: on one rank the slices of two parameters may both be empty.
             if mine is None or given != mine or given.name != mine.name:
                 problem = f"another slice, {given}. Assign value.full_tensor()"
         elif isinstance(value, DTensor):
@@ -136,8 +136,9 @@ class AssignedValues:
 
 
 def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:
-    """Whether this rank holds the elements of ``sharded`` in ``value``: ``distribute_tensor`` made
-    it by the parameter's placements or over the mesh of tensor parallelism, or it is replicated."""
+    """Returns whether ``value`` holds this rank's elements of ``sharded``: ``distribute_tensor``
+    made it with the parameter's placements or over the mesh of tensor parallelism, or it is
+    replicated."""
     if not isinstance(sharded, FlatDTensor):
         return is_replicated(value)
     flat = sharded.flat_placement
@@ -147,7 +148,7 @@ def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
-    """Addresses of its memory, and of its first element in it; zeros if it has none."""
+    """Returns the addresses of the tensor's storage and first element; zeros without memory."""
     local = tensor.local if isinstance(tensor, FlatDTensor) else tensor
     if isinstance(local, DTensor) or type(local) not in (Tensor, nn.Parameter) or local.is_meta:
         return 0, 0

@@ -29,11 +29,11 @@ from fsdp_engine.units.build import (
 
 @dataclass(frozen=True)
 class _Pending:
-    """A value of a parameter on the meta device.
+    """A value for a parameter on the meta device.
 
     Attributes:
         value: The assigned tensor.
-        places: ``id`` of the module, and attribute, of each place that it was assigned to.
+        places: ``id`` of the module, and attribute, for each place that it was assigned to.
     """
 
     value: Tensor
@@ -45,9 +45,9 @@ class AssignedBeforeEngine:
     replaces it by its guard.
 
     Args:
-        unit: the unit whose parameters are assigned to.
-        communicators: Those of the model. Ranks agree on values for tied parameters.
-        give_memory: allocates the memory of a unit on the meta device.
+        unit: The unit whose parameters are assigned to.
+        communicators: The communicators of the model, on which ranks agree on tied values.
+        give_memory: Allocates the memory of a unit on the meta device.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class AssignedBeforeEngine:
 
     @property
     def assigned(self) -> list[tuple[str, Tensor]]:
-        """(name, parameter) of users' parameters whose values were copied and that still exist."""
+        """Users' parameters that were copied and still exist, with the names of the targets."""
         names = {each.name: _current_name(each) for each in self._places}
         found = ((names[name], reference()) for name, reference in self._values.assigned)
         return [(name, param) for name, param in found if param is not None]
 
     def is_pending(self, param: Tensor) -> bool:
-        """Whether a value was assigned to ``param`` while other values of the unit are missing."""
+        """Returns whether ``param`` has a value while other parameters of the unit lack one."""
         return id(param) in self._pending
 
     def drop_pending(self) -> None:
-        """Drop pending values, after the unit's memory was allocated in another way."""
+        """Drop pending values after the unit's memory was allocated in another way."""
         self._pending.clear()
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class AssignedBeforeEngine:
         Collective for each further name of a tied parameter.
 
         Raises:
-            ValueError: the value is not valid for the parameter; names it.
+            ValueError: The value is not valid for the parameter; names the parameter.
         """
         owner = self._owners.get((id(module), attribute))
         if owner is None or value is None or value is owner.sharded:
@@ -98,13 +98,13 @@ class AssignedBeforeEngine:
         return self._values.take(owner, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
-        """Does nothing: modules may be added and removed until the first forward."""
+        """Do nothing: modules may be added and removed until the first forward."""
 
     def take_unhooked(self) -> None:
         """Take values that were assigned without torch's hooks (``module._parameters[...] = ...``).
 
         Raises:
-            ValueError: a value is not valid for its parameter; names it.
+            ValueError: A value is not valid for its parameter; names the parameter.
         """
         for owner in self._places:
             present = dict.get(owner.module._parameters, owner.attribute)
@@ -117,7 +117,7 @@ class AssignedBeforeEngine:
         key, place = id(owner.sharded), (id(owner.module), owner.attribute)
         places = frozenset([place])
         known = self._pending.get(key)
-        if known is not None and place not in known.places:  # else it replaces the known value
+        if known is not None and place not in known.places:  # Otherwise replace the known value.
             self._check_tied(owner, value, known.value)
             places |= known.places
         self._pending[key] = _Pending(value.detach(), places)
@@ -131,12 +131,12 @@ class AssignedBeforeEngine:
                     each.sharded.copy_(pending[id(each.sharded)].value)
 
     def _check_tied(self, owner: ParamPlace, value: Tensor, present: Tensor) -> None:
-        """Check that all names of a tied parameter get one value. Collective: on some ranks the
-        shards may be equal where on others they are not.
+        """Check that all names of a tied parameter get the same value. Collective, since shards may
+        be equal on some ranks only.
 
         Raises:
             ValueError: ``value`` differs from ``present`` on this rank; names the parameter.
-            RuntimeError: it differs on another rank.
+            RuntimeError: They differ on another rank.
         """
         what, ranks = f"assignment to {owner.name}", self._communicators.ranks
         with reporting(what, ranks.ranks):
@@ -148,7 +148,7 @@ class AssignedBeforeEngine:
 
 
 def _has_value(present: Tensor, value: Tensor) -> bool:
-    """Whether this rank's elements of ``present`` equal those of ``value``."""
+    """Returns whether this rank's elements of ``present`` equal those of ``value``."""
     if value.shape != present.shape or value.is_meta:
         return False
     with torch.no_grad():
@@ -172,6 +172,6 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _current_name(owner: ParamPlace) -> str:
-    """The parameter's name in the root module once that is known, else in its group."""
+    """Returns the parameter's name in the root module, or in its group if that is not known yet."""
     sharded = owner.sharded
     return sharded.flat_placement.name if isinstance(sharded, FlatDTensor) else owner.name

@@ -1,14 +1,14 @@
-"""Guards the parameters of a sharded model against assignments.
+"""Checks of assignments to the parameters of a sharded model.
 
-    module.weight = nn.Parameter(values)    the values are taken, the sharded parameter stays; also
+    module.weight = nn.Parameter(values)    copies the values, keeps the sharded parameter; also
                                             load_state_dict(assign=True)
     head.weight = embedding.weight          raises: tied after shard()
     module.new = nn.Linear(...)             raises: a parameter of no unit
 
-Assignments are seen by torch's registration hooks, at once and at no cost in a step. Those that
-bypass the hooks (``module._parameters[...] = ...``) are found by the root's next forward, which
-compares all places in one pass, and by every save. So are FSDP2's all-gather hooks that were set on
-a parameter or on its slice.
+Torch's registration hooks report assignments immediately, at no cost in a step. Assignments that
+bypass the hooks (``module._parameters[...] = ...``) are found by the next forward of the root,
+which compares all places in one pass, and by every save. The same check finds FSDP2's all-gather
+hooks on a parameter or on its slice.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _slice_of: Callable[[Any], Tensor] = operator.attrgetter("_local_tensor")
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn.ParameterDict)
 
 
-# The guard of each module, of which ``parameter_assigned`` and ``module_assigned`` are called. Weak
-# both ways: a guard knows its modules, and a value that holds its key would never be freed.
+# The guard of each module, whose `parameter_assigned` and `module_assigned` are called. Keys and
+# values are weak: a guard refers to its modules, so a strong value would keep its key alive.
 _GUARDS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
 
 class AssignmentGuard(ParameterGuard):
-    """See the module docstring.
+    """Guard of one model's parameters. See the module docstring.
 
     Args:
-        engine: the engine of the model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -56,10 +56,10 @@ class AssignmentGuard(ParameterGuard):
         self._units = units = tuple(engine.units)
         self._places = places = places_of(units)
         self._names = {id(place.sharded) for place in places}
-        # None: no value was assigned yet.
+        # None until a value is assigned.
         self._values: AssignedValues | None = None
         self._by_place = {(id(place.module), place.attribute): place for place in places}
-        # Parameters of no unit stay the user's.
+        # Parameters of no unit belong to the user.
         self._left_alone = {
             (id(module), attribute)
             for module in model.modules()
@@ -70,25 +70,25 @@ class AssignmentGuard(ParameterGuard):
         self._holders = [place.module._parameters for place in places]
         self._keys = [place.attribute for place in places]
         self._expected = [place.sharded for place in places]
-        # Other classes may have all-gather hooks of their own.
+        # Only these classes are checked for marks: others may have all-gather hooks of their own.
         self._slices = [each for each in self._expected if isinstance(each, FlatDTensor)]
         self._plain = [each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)]
         for module in model.modules():
             watch(module, self)
 
     def start(self, hooked: Iterable[nn.Module]) -> None:
-        """See the class."""
+        """See the class. Makes copying and DistributedDataParallel raise errors."""
         for module in hooked:
             refuse_copies(module)
         if not all(buffer.is_plain for unit in self._units for buffer in unit.buffers):
             refuse_replicas(self._model)
 
     def check(self) -> None:
-        """Take values that were put into the modules without torch's hooks.
+        """Take values that were assigned without torch's hooks.
 
         Raises:
-            ValueError: another object was put there, or a parameter was marked as one of another
-                class (:meth:`.ParamClass.refuse_marked`); names the parameter.
+            ValueError: A value is not valid, or a parameter was marked as one of another class
+                (:meth:`.ParamClass.refuse_marked`); names the parameter.
         """
         found = map(dict.get, self._holders, self._keys)
         if not self.paused and not all(map(operator.is_, found, self._expected)):
@@ -101,10 +101,10 @@ class AssignmentGuard(ParameterGuard):
                         each.refuse_marked(place.name, place.sharded)
 
     def check_all(self) -> None:
-        """Before a save: as :meth:`check`, and check that every parameter is of a unit.
+        """Check like :meth:`check` before a save, and that every parameter belongs to a unit.
 
         Raises:
-            ValueError: there are; names the first.
+            ValueError: A parameter belongs to no unit; names the first one.
         """
         if self.paused:
             return
@@ -118,10 +118,10 @@ class AssignmentGuard(ParameterGuard):
                     raise _unknown(f"{prefix}.{attribute}" if prefix else attribute)
 
     def check_places(self) -> None:
-        """Check that modules hold no parameters in places that were without one at ``shard``.
+        """Check that modules hold no parameters in places that had none at ``shard``.
 
         Raises:
-            ValueError: one does; names the parameter.
+            ValueError: A module holds such a parameter; names the parameter.
         """
         for prefix, module in self._model.named_modules(remove_duplicate=False):
             for attribute, param in module._parameters.items():
@@ -134,7 +134,7 @@ class AssignmentGuard(ParameterGuard):
         """Check that a sharded parameter can take ``value`` at all of its names.
 
         Raises:
-            ValueError: it cannot; names the parameter.
+            ValueError: The parameter cannot take ``value``; names the parameter.
         """
         self._taken_values().check_value(self._first_place_of(sharded), value, as_tied=True)
 
@@ -159,11 +159,12 @@ class AssignmentGuard(ParameterGuard):
         return self._values
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:
-        """Returns the tensor to put into ``module`` when ``value`` is assigned to ``attribute``.
+        """Returns the tensor to store in ``module`` when ``value`` is assigned to ``attribute``.
 
         Raises:
-            ValueError: no value for a parameter that the model had when it was sharded.
-            RuntimeError: a forward of the module runs.
+            ValueError: The model had no such parameter when it was sharded, or it cannot take the
+                value.
+            RuntimeError: A forward or backward of the module is running.
         """
         place = self._by_place.get((id(module), attribute))
         if place is None:
@@ -172,7 +173,7 @@ class AssignmentGuard(ParameterGuard):
             raise _unknown(f"{self._name_of(module)}{attribute}")
         present = module._parameters.get(attribute)
         if isinstance(module, nn.RNNBase) and present is not None:
-            list_flat_weights(module)  # its own list has the value already
+            list_flat_weights(module)  # The module has already put the value into its own list.
         if value is present:
             return value
         if present is place.full and place.full is not place.sharded:
@@ -181,14 +182,14 @@ class AssignmentGuard(ParameterGuard):
                 "within"
             )
         if self.paused and present is not place.sharded:
-            return value  # its values are written back when the context ends
+            return value  # The value is written back when the `unsharded` context ends.
         return self._taken_values().take(place, value)
 
     def module_assigned(self, module: nn.Module, attribute: str, value: nn.Module | None) -> None:
-        """``value`` is about to become a child of ``module``.
+        """Check a module that is about to become a child of ``module``.
 
         Raises:
-            ValueError: it has parameters that are not the model's.
+            ValueError: The child has parameters that are not the model's.
         """
         if value is None or module._modules.get(attribute) is value:
             return
@@ -200,7 +201,7 @@ class AssignmentGuard(ParameterGuard):
                 if param is not None:
                     raise _unknown(".".join(each for each in (path, name, own) if each))
             if isinstance(inner, _CONTAINERS):
-                watch(inner, self)  # assignments to it count as well
+                watch(inner, self)  # Check later assignments to this container as well.
 
     def _name_of(self, module: nn.Module) -> str:
         for name, each in self._model.named_modules():
@@ -212,11 +213,11 @@ class AssignmentGuard(ParameterGuard):
         if call_context().functional_call:
             for unit in self._units:
                 unit.check_not_swapped()
-            return  # never sharded parameters: the call computes with those it is given
+            return  # The call uses the tensors that it is given, not the sharded parameters.
         for place in self._places:
             present = place.module._parameters.get(place.attribute)
             if present is place.sharded or present is place.full:
-                continue  # full: its weight gradient is pending (delay_wgrad_compute)
+                continue  # A full parameter's weight gradient is pending (delay_wgrad_compute).
             if present is None:
                 raise ValueError(
                     f"{place.name}: expected the parameter that the model had when it was sharded; "
@@ -234,9 +235,9 @@ def _unknown(name: str) -> ValueError:
 
 
 def watch(module: nn.Module, guard: object) -> None:
-    """Let ``guard``, while it lives, see assignments to ``module``: as ``parameter_assigned(module,
-    attribute, value)``, which returns the tensor to put there, and ``module_assigned(module,
-    attribute, value)``."""
+    """Report assignments to ``module`` to ``guard`` while it exists, by the calls
+    ``parameter_assigned(module, attribute, value)``, which returns the tensor to store, and
+    ``module_assigned(module, attribute, value)``."""
     _GUARDS[module] = weakref.ref(guard)
     _register_hooks()
 
@@ -248,7 +249,7 @@ def _guard_of(module: nn.Module) -> Any:
 
 @functools.cache
 def _register_hooks() -> None:
-    """Register torch's hooks of assignments to modules, once."""
+    """Register torch's hooks for assignments to modules once."""
 
     def parameter_assigned(module: nn.Module, name: str, value: Any) -> Any:
         guard = _guard_of(module)
@@ -263,16 +264,16 @@ def _register_hooks() -> None:
 
 
 def refuse_copies(module: nn.Module) -> None:
-    """Let ``copy``, ``deepcopy`` and ``pickle`` of a sharded module raise RuntimeError.
+    """Make ``copy``, ``deepcopy`` and ``pickle`` of a sharded module raise RuntimeError.
 
-    A copy would have the hooks of the original, and so gather the original's weights.
+    A copy would have the hooks of the original, which gather the original's weights.
     """
-    # They ask the object for these methods before its class.
+    # These methods are looked up on the instance before its class.
     vars(module).update(__deepcopy__=_refuse_deepcopy, __reduce_ex__=_refuse_pickle)
 
 
 class _Unreplicated:
-    """Names of parameters to ignore, which ``DistributedDataParallel`` reads of a module first."""
+    """Parameter names to ignore, which ``DistributedDataParallel`` reads first. Raises an error."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
@@ -283,8 +284,8 @@ class _Unreplicated:
 
 
 def refuse_replicas(model: nn.Module) -> None:
-    """Let ``torch.nn.parallel.DistributedDataParallel(model)`` raise RuntimeError: it would
-    broadcast slices of one rank over those of others."""
+    """Make ``torch.nn.parallel.DistributedDataParallel(model)`` raise RuntimeError: it would
+    overwrite the shards of all ranks with those of one rank."""
     vars(model)["_ddp_params_and_buffers_to_ignore"] = _Unreplicated()
 
 

@@ -12,7 +12,7 @@ from fsdp_engine.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class ParamPlace:
-    """One place of one parameter: its name, names tied to it, and its two tensors."""
+    """One place of a parameter: its name, names tied to it, and its full and sharded tensors."""
 
     name: str
     others: tuple[str, ...]

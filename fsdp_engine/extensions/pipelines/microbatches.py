@@ -8,8 +8,8 @@
 The code that runs such a schedule passes the microbatch of each forward and backward, and whether a
 backward is the last one of the step. Without the microbatch, the gradients of a unit would be
 complete only at the end of the backward, because backwards of other microbatches are pending: where
-gradients are sharded, all gradients of a stage would be staged at the same time. If the
-last backward were unknown, every backward would reduce over all axes.
+gradients are sharded, all gradients of a stage would be staged at the same time. If the last
+backward were unknown, every backward would reduce over all axes.
 
 Both parts of a split backward call ``autograd.grad``, which accumulates no gradients. Therefore
 
@@ -17,8 +17,8 @@ Both parts of a split backward call ``autograd.grad``, which accumulates no grad
   reduced;
 - the second part processes the units in the order of their reductions. Each unit is full while its
   gradients are computed, since functions of a weight (a cast, a parametrization) may read it.
-  Other units are full as well if a gradient is computed through their weights. The gradients are
-  written into the staging buffer as if autograd had accumulated them, and the unit is reduced.
+  If gradients of several units are computed together, all of these units are full. The gradients
+  are written into the staging buffer as if autograd had accumulated them, and the unit is reduced.
 
 If parameters are sharded, a unit is gathered three times for such a microbatch instead of twice.
 
@@ -219,7 +219,7 @@ class Microbatches:
         places = sorted(
             (self._places[id(param)] for param in gradients.params), key=lambda place: place[1:]
         )
-        # Also gather units that share a gradient with others, in the same order on all ranks.
+        # Gather all units whose gradients are computed together, in the same order on all ranks.
         for unit in sorted({place[0] for place in places}, key=lambda unit: turns[unit.index]):
             backward.use(unit)
         gradients.compute()

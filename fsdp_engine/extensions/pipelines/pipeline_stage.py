@@ -313,8 +313,8 @@ def _compute(
 ) -> None:
     """Set ``.grad`` of full parameters from the gradients of intermediates.
 
-    This is torch's ``stage_backward_weight``, but older versions of torch count a gradient twice if
-    it reaches an intermediate through another one.
+    This replaces torch's ``stage_backward_weight``, older versions of which count a gradient twice
+    if it reaches an intermediate through another one.
     """
     edges, outputs = [], []
     for node, each in grads.items():

@@ -1,4 +1,4 @@
-"""Replicas of an engine that other jobs train, and that may come and go."""
+"""Reduction of gradients over replicas of an engine in other jobs, which may join and leave."""
 
 from fsdp_engine.extensions.replicas.replica_reduction import (
     ReplicaReduction,

@@ -1,4 +1,4 @@
-"""Reduced gradients of a step are reduced once more, over engines that train the same model."""
+"""Second reduction of a step's gradients, over engines that train the same model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_engine.runtime.gradient_observer import GradientObserver
 
 
 class ReplicaReduction(Protocol):
-    """Reduces final gradients over engines that train the same model."""
+    """A function that reduces final gradients over engines that train the same model."""
 
     def __call__(
         self, gradients: Sequence[torch.Tensor], used: Sequence[Sequence[Any]]
@@ -20,21 +20,21 @@ class ReplicaReduction(Protocol):
         """Reduce ``gradients`` in place.
 
         Args:
-            gradients: this rank's parts of the buffers, 1-D.
-            used: for each buffer, which of its parameters got a gradient.
+            gradients: This rank's shard of each buffer, 1-D.
+            used: For each buffer and each of its parameters, whether it got a gradient.
 
         Returns:
-            The same as ``used``, of all engines. None: the gradients were copied, and are cleared
-            instead of published.
+            ``used``, combined over all engines. None: the function has copied the gradients, and
+            they are cleared instead of published.
         """
         ...
 
 
 class ReplicaGradients(GradientObserver):
-    """Passes an engine's gradients to a reduction over replicas.
+    """Observer that passes an engine's gradients to a reduction over replicas.
 
     Attributes:
-        sees_all_ranks: there are no other replicas.
+        sees_all_ranks: Whether there are no other replicas.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,7 +43,7 @@ class ReplicaGradients(GradientObserver):
         engine.reductions.observers.append(self)
 
     def reduce_with(self, reduction: ReplicaReduction | None) -> None:
-        """Reduce over replicas from the next step on; None: there are no others."""
+        """Reduce over replicas from the next step on. None: there are no other replicas."""
         self._reduction = reduction
         self.sees_all_ranks = reduction is None
 
@@ -55,11 +55,12 @@ class ReplicaGradients(GradientObserver):
 
 
 def set_replica_reduction(engine: Engine, reduction: ReplicaReduction | None) -> None:
-    """Reduce the step's gradients over replicas of this engine, which other jobs train.
+    """Reduce the gradients of each step over replicas of this engine, which other jobs train.
 
     Args:
         engine: The engine of this job.
-        reduction: called with this rank's parts of the reduced gradients before they are published;
-            None: there are no other replicas. Where it returns None, the gradients are cleared.
+        reduction: Called with this rank's shards of the reduced gradients before they are
+            published. If it returns None, the gradients are cleared. None: there are no other
+            replicas.
     """
     engine.extension(ReplicaGradients).reduce_with(reduction)

@@ -111,7 +111,7 @@ class Measurement:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps whose reductions are done or have been started for the last time."""
+        """Number of steps whose last reductions are done or submitted."""
         self._look()
         return self._steps
 
@@ -143,8 +143,8 @@ class Measurement:
         """Bytes by kind at the engine's peak: "weights", "gradients", "transient" (full parameters
         and gradients in staging buffers) and "optimizer" (optimizer state).
 
-        On CUDA also "activations": torch's peak of allocated memory minus the other kinds. It
-        includes all other tensors on the device.
+        On CUDA also "activations": torch's peak of allocated memory minus the other kinds. This is
+        a lower bound, and includes all other tensors on the device.
         """
         kinds = dict.fromkeys(("weights", "gradients", "optimizer", "transient"), 0)
         for role, count in self._peak.held.items():
@@ -284,7 +284,7 @@ class Description:
             was none.
         elsewhere: Bytes of offloaded state and activations on this rank, by place ("host",
             "disk") and role.
-        optimizers: One line for each optimizer that steps whole parameters.
+        optimizers: One line for each optimizer that steps full parameters.
     """
 
     title: str
@@ -348,8 +348,8 @@ def measure(engine: Engine) -> Iterator[Measurement]:
 
 
 def describe(engine: Engine) -> Description:
-    """Returns, for each unit, the bytes it holds and its number of collectives; further the bytes
-    of offloaded state and activations, and the latest measurement. ``print`` shows a table."""
+    """Returns, for each unit, the bytes it holds and its number of collectives; also the bytes of
+    offloaded state and activations, and the latest measurement. ``print`` shows a table."""
     units, strategy, mesh = engine.units, engine.strategy, engine.mesh
     title = (
         f"{_levels(strategy, mesh)}; up to {engine.budget:,} elements are prefetched. Bytes are "
@@ -405,7 +405,7 @@ def count_gathers(
         num_uses: Number of times the buffer has to be gathered if its parameters are sharded: two
             (forward and backward), or one for the last unit, which stays full in between, and for
             embeddings, whose backward needs no weights.
-        per_change: Number of gathers in which all weights for forward and backward are gathered.
+        per_change: Number of gathers needed to gather all encodings of the weights once.
         changes: False for frozen weights, which are not gathered again if only the optimizer state
             is sharded.
 

@@ -1,10 +1,10 @@
-"""Which ranks are missing where a wait fails, or takes long."""
+"""Monitor that finds the ranks that are missing when a wait fails or takes long."""
 
 from fsdp_engine.comm.activity import Monitor, monitor_by
 
 
 def register() -> None:
-    """Let ranks that have met start a monitor."""
+    """Register the monitor, which starts after ranks have met."""
     monitor_by(_make)
 
 

@@ -1,22 +1,23 @@
-"""The activity of every rank, answered on request: which ranks are missing where a wait fails.
+"""Monitor that finds missing ranks when a wait fails, from the activity of every rank.
 
 [Note: Missing ranks]
-A rank that is stuck, in a wait or in the user's code, cannot report it; an ended process reports
-nothing. So lanes write their activity down (``ACTIVITY``: a few attributes, nothing is sent). If it
-has not changed for half a second, a thread of the process checks every half second in the store of
-the default group whether a rank has asked: a rank that trains sends nothing. In large jobs it
-checks less often, so that all ranks together check at most 500 times a second.
+A rank that is stuck, in a wait or in the user's code, cannot report it; a process that has ended
+reports nothing. So lanes record their activity (``ACTIVITY``: a few attributes, without
+communication). If it has not changed for half a second, a thread of the process checks the store of
+the default group every half second for requests of other ranks; a rank that trains sends nothing.
+In large jobs it checks less often, so that all ranks together check at most 500 times a second.
 
-A rank whose wait has failed asks: it increments a number in the store, every thread answers with
-the activity of its rank, and a rank that does not answer has ended (certain, and known at once, for
-a process on the same machine) or is out of reach. A rank that ends in order leaves a last message.
+A rank whose wait has failed sends a request: it increments a number in the store, and every thread
+answers with the activity of its rank. A rank that does not answer has ended (this is certain, and
+known at once, for a process on the same machine) or cannot be reached. A rank that ends normally
+leaves a last message.
 
 A rank that raises while others wait for it can leave them a reason (``give_reason``): their waits
 then fail with that error.
 
-The same thread logs waits of the host, and work on a device's stream, that take longer than
-``activity.PATIENCE_SECONDS``, with the missing ranks: long before the timeout of the process group,
-which on NCCL ends the process.
+The same thread logs waits of the host, and operations on a device's stream, that take longer than
+``activity.PATIENCE_SECONDS``, with the missing ranks. This is long before the timeout of the
+process group, which on NCCL ends the process.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ from fsdp_engine.comm.host_threads import machine
 
 THREAD_NAME = "fsdp_engine stall monitor"
 PERIOD_SECONDS = 0.5
-# At most so many checks of the store by all ranks together.
+# Maximum number of checks of the store per second by all ranks together.
 MOST_CHECKS_PER_SECOND = 500
 # A thread answers within a period, unless other code holds the interpreter.
 ANSWER_SECONDS = 3.0
-# Submissions of a lane that are kept to find the one that is stuck.
+# Number of recent submissions of a lane that are kept to find the one that is stuck.
 _MOST_RECENT = 256
 _SLICE = timedelta(seconds=1)
 _MOST_NAMED = 8
@@ -59,9 +60,9 @@ _log = logging.getLogger("fsdp_engine")
 
 
 class HostWork:
-    """A collective of the host that runs from neighbour to neighbour.
+    """A collective of the host that communicates between neighbours.
 
-    If a rank ends, only its neighbours see it at once. The others would wait for the timeout, so
+    If a rank ends, only its neighbours detect it at once. Others would wait for the timeout, so
     they check once a second whether a rank has raised the alarm.
     """
 
@@ -71,10 +72,10 @@ class HostWork:
         self._work = work
 
     def wait(self) -> None:
-        """Return when it is done.
+        """Wait until the collective is done.
 
         Raises:
-            RuntimeError: it failed, or another rank has failed meanwhile.
+            RuntimeError: The collective or another rank has failed.
         """
         while True:
             try:
@@ -82,7 +83,7 @@ class HostWork:
                 return
             except RuntimeError:
                 if self._work.is_completed():
-                    # It has failed, or has completed since the wait: its own result decides.
+                    # It has failed, or has completed after the wait: return or raise its result.
                     self._work.wait()
                     return
             monitor = activity.monitor()
@@ -91,20 +92,20 @@ class HostWork:
 
 
 class SubmittedWork:
-    """The operations that a lane on a stream has submitted, the latest last.
+    """The recent operations that a lane on a stream has submitted, the latest last.
 
-    A device that is stuck stops the host soon. So no event is queried as long as work is submitted,
-    and none while a graph is captured.
+    If a device is stuck, the host soon stops submitting. So no events are queried while work is
+    submitted, and none while a graph is captured.
     """
 
     def __init__(self) -> None:
         self.recent: deque[tuple[str, Any]] = deque(maxlen=_MOST_RECENT)
-        self._newest: tuple[str, Any] | None = None  # at the last call
+        self._newest: tuple[str, Any] | None = None  # the newest operation at the last call
         self._newest_since = 0.0
 
     def stuck(self, lane: Any, now: float, patience: float) -> str | None:
-        """Returns the label of the oldest operation of ``lane`` that has not been reached for
-        ``patience`` seconds, once; else None."""
+        """Returns the label of the oldest unfinished operation of ``lane`` if no operation was
+        submitted for ``patience`` seconds; None otherwise, and after the first report."""
         newest = self.recent[-1] if self.recent else None
         if newest is not self._newest:
             self._newest, self._newest_since = newest, now
@@ -127,10 +128,10 @@ def _end() -> None:
 
 
 class StallMonitor(Monitor):
-    """The thread of the present default group, and the questions to those of other ranks.
+    """The monitor thread for the current default group, and its requests to other ranks.
 
     Attributes:
-        lanes: whose work the host does not wait for, with what they have submitted.
+        lanes: Lanes whose work the host does not wait for, with their submitted operations.
     """
 
     def __init__(self) -> None:
@@ -139,15 +140,15 @@ class StallMonitor(Monitor):
         self._group = weakref.ref(group)
         self._rank = group.rank()
         self._size = group.size()
-        # A connection of its own: other threads may block on the default one.
+        # Use a separate connection: other threads may block on the default one.
         store = _get_default_store().clone()  # type: ignore[attr-defined]
         self._store = dist.PrefixStore("fsdp_engine/stall_monitor", store)
         self._identity = [machine(), os.getpid()]
         self._check_store()
-        # Of the training thread, which under Ray Train is not the main one.
+        # Id of the training thread, which under Ray Train is not the main thread.
         self._training_thread = threading.get_ident()
         self._answered = 0
-        self._alarms = 0  # failures of other ranks that this rank has seen
+        self._alarms = 0  # number of alarms that this rank has seen
         self.lanes: weakref.WeakKeyDictionary[Any, SubmittedWork] = weakref.WeakKeyDictionary()
         self._before: tuple[object, ...] = (None, None, None)
         self._next_check = 0.0
@@ -160,11 +161,11 @@ class StallMonitor(Monitor):
         _LATEST[:] = [self]
 
     def _check_store(self) -> None:
-        """Refuse a store that an earlier job has used: in it groups would find the addresses of
+        """Check that no earlier job has used the store, since groups would find the addresses of
         processes that have ended.
 
         Raises:
-            RuntimeError: a process that was this rank before has used it.
+            RuntimeError: An earlier process with this rank has used the store.
         """
         key = f"says/{self._rank}"
         was = json.loads(self._store.get(key))["is"] if self._store.check([key]) else None
@@ -178,12 +179,12 @@ class StallMonitor(Monitor):
 
     @property
     def is_present(self) -> bool:
-        """Whether its default group is the present one."""
+        """Whether the monitor's default group is the current one."""
         return not self._over.is_set() and self._group() is dist.group.WORLD
 
     def end(self) -> None:
-        """Publish the last message, unless that is done, and end the thread before the interpreter
-        ends: a thread within a call of the store would abort the process."""
+        """Publish a last message, unless that is done, and end the thread. It must end before the
+        interpreter: a thread within a call of the store would abort the process."""
         if not self._over.is_set():
             error = getattr(sys, "last_value", None)
             why = "" if error is None else f" with {type(error).__name__}: {str(error)[:200]}"
@@ -202,7 +203,7 @@ class StallMonitor(Monitor):
         return HostWork(work)
 
     def missing_at(self, what: str, ranks: Sequence[int]) -> str:
-        """See the base class. Takes up to some seconds."""
+        """See the base class. Takes up to a few seconds."""
         others = [rank for rank in ranks or range(self._size) if rank != self._rank]
         try:
             number, found, silent = self._answers(others)
@@ -221,7 +222,7 @@ class StallMonitor(Monitor):
         return shown + (f"; and {more} more ranks" if more > 0 else "")
 
     def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
-        """See the base class. Takes up to some seconds."""
+        """See the base class. Takes up to a few seconds."""
         number, found, _ = self._answers(ranks)
         return {
             rank: state["waits"]
@@ -237,16 +238,16 @@ class StallMonitor(Monitor):
     def reason(self) -> str | None:
         """See the base class."""
         key = f"reason/{self._rank}"
-        with suppress(RuntimeError):  # the store is gone with its rank
+        with suppress(RuntimeError):  # The store has ended with its rank.
             if self._store.check([key]):
                 return self._store.get(key).decode()
         return None
 
     def _answers(self, ranks: Sequence[int]) -> tuple[int, dict[int, dict[str, Any]], list[int]]:
-        """Ask ``ranks``. Returns the number of the question, the latest state of each rank, and the
-        ranks that have not answered in time."""
+        """Request states from ``ranks``. Returns the number of the request, the latest state of
+        each rank, and the ranks that have not answered in time."""
         number = self._store.add("asked", 1)
-        # All ranks ask at once: a thousand of them must not load the store too much.
+        # All ranks may send requests at once: a thousand of them must not overload the store.
         pause = max(0.1, len(ranks) / MOST_CHECKS_PER_SECOND)
         deadline = time.monotonic() + max(ANSWER_SECONDS, 3 * pause)
         while True:
@@ -262,8 +263,8 @@ class StallMonitor(Monitor):
             time.sleep(pause)
 
     def has_alarm(self) -> bool:
-        """Whether a rank has found, since the last call, that another one has ended; or has left
-        this one a reason to fail."""
+        """Returns whether, since the last call, a rank has found that another one has ended, or has
+        left this rank a reason to fail."""
         before, self._alarms = self._alarms, self._store.add("alarms", 0)
         return self._alarms > before or self.reason() is not None
 
@@ -290,11 +291,11 @@ class StallMonitor(Monitor):
                 try:
                     self._answer()
                 except RuntimeError:
-                    return  # the store is gone: no rank can ask
+                    return  # The store has ended, so no rank can send requests.
             self._log_stalls()
 
     def _is_still(self) -> bool:
-        """Whether this rank's activity has not changed, and the next check of the store is due."""
+        """Returns whether this rank's activity is unchanged and a check of the store is due."""
         before, self._before = self._before, (ACTIVITY.last, ACTIVITY.done, ACTIVITY.waits)
         now = time.monotonic()
         if now < self._next_check or any(map(operator.is_not, before, self._before)):
@@ -326,7 +327,7 @@ class StallMonitor(Monitor):
             self._publish({"gone": why, "last": ACTIVITY.last})
 
     def _log_stalls(self) -> None:
-        """Log operations that take too long, each once."""
+        """Log each operation that takes too long once."""
         now, waits = time.monotonic(), ACTIVITY.waits
         if waits is not self._seen:
             self._seen, self._seen_at = waits, now
@@ -349,7 +350,7 @@ class StallMonitor(Monitor):
 
 
 def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str | None:
-    """The place of ``rank``; None: at ``what``, as it should be."""
+    """Returns a description of where ``rank`` is; None if it is at ``what``, as expected."""
     after = f"; the last it began was {state['last']}" if "last" in state else ""
     if "gone" in state:
         return f"rank {rank} {state['gone']}{after}"
@@ -371,7 +372,7 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
 
 
 def _user_frame(thread: int) -> str:
-    """The innermost frame of a thread that is in the user's code."""
+    """Returns the innermost frame of a thread that is in the user's code."""
     frame = sys._current_frames().get(thread)
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -384,11 +385,11 @@ def _user_frame(thread: int) -> str:
 
 
 def _has_ended(state: dict[str, Any]) -> bool:
-    """Whether the process is gone for certain."""
+    """Returns whether the process is known to have ended."""
     if state["n"] < 0 or state["is"][0] != machine() or not Path("/proc/self/stat").exists():
         return False
     try:
         status = Path(f"/proc/{state['is'][1]}/stat").read_text()
     except OSError:
         return True
-    return status.rpartition(")")[2].split()[0] in "ZX"  # ended, not reaped yet
+    return status.rpartition(")")[2].split()[0] in "ZX"  # states of ended processes

@@ -15,7 +15,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
 class TensorsWithHooks(ParamClass):
-    """See :class:`ParamClass`: classes that have one of the hooks."""
+    """Tensor classes that have one of the hooks. See :class:`ParamClass`."""
 
     def takes(self, param: Tensor) -> bool:
         """See :class:`ParamClass`."""
@@ -41,14 +41,14 @@ class TensorsWithHooks(ParamClass):
         return made
 
     def any_marked(self, tensors: Iterable[Tensor]) -> bool:
-        """See :class:`ParamClass`: whether any has a hook as its own attribute. One pass in C."""
+        """See :class:`ParamClass`. Checks in C whether any tensor has a hook as its attribute."""
         return any(map(hasattr, tensors, repeat(PRE)))
 
     def refuse_marked(self, name: str, param: Tensor) -> None:
-        """See :class:`ParamClass`: hooks that were set on a tensor instead of its class.
+        """See :class:`ParamClass`. Refuses hooks that were set on a tensor instead of its class.
 
         Raises:
-            ValueError: ``param``, or its slice, has one; names it.
+            ValueError: ``param`` or its slice has such a hook; names the parameter.
         """
         for owner, tensor in (
             ("it", param),
@@ -63,10 +63,10 @@ class TensorsWithHooks(ParamClass):
 
 
 def _codec() -> Any:
-    """The module of the codec, which is imported for the first such parameter."""
+    """Import the module of the codec, at its first use."""
     return importlib.import_module(f"{__name__}.hooks_codec")
 
 
 def register() -> None:
-    """Let engines shard such parameters."""
+    """Register the class, so that engines can shard such parameters."""
     add_param_class(TensorsWithHooks())

@@ -1,15 +1,15 @@
 """Parameters of tensor classes with FSDP2's all-gather hooks: ``fsdp_pre_all_gather`` and
-``fsdp_post_all_gather`` (torchao's float8 and int8 mixed-precision training, say).
+``fsdp_post_all_gather``, e.g. torchao's float8 and int8 mixed-precision training.
 
-The hooks expect a shard of whole rows, as many on each rank; slices here are flat. So main weights
-are gathered in their own dtype, and the hooks run on the whole parameter over a mesh of this rank
-alone, which is a case that they know. Values are those of a parameter that is not sharded, at
-every level and for any number of ranks.
+The hooks expect a shard of complete rows, equally many on each rank, but slices here are flat. So
+main weights are gathered in their own dtype, and the hooks run on the full parameter, with a mesh
+that contains only this rank, which they support. Values are those of a parameter that is not
+sharded, at every level and for any number of ranks.
 
-    main[OPTIM] --gather--> full --pre hook--> encoded --post hook--> what modules compute with
+    main[OPTIM] --gather--> full --pre hook--> encoded --post hook--> parameter that modules use
 
-A class qualifies if its elements say all of it: each of its inner tensors has the shape and dtype
-of the parameter, and the same values. Main weights are these values, as a plain tensor.
+A class is supported if its elements define it completely: each of its inner tensors has the shape
+and dtype of the parameter, and the same values. Main weights are these values, as a plain tensor.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fsdp_engine.extensions.tensor_hooks import POST, PRE
 from fsdp_engine.memory import allocator
 from fsdp_engine.precision import ParamDtypes
 
-# Of the pre hook: mesh, outer_size, outer_stride, module, mp_policy. Older ones take mesh alone.
+# Arguments of the pre hook: mesh, outer_size, outer_stride, module, mp_policy; formerly only mesh.
 _ALL_ARGUMENTS = 5
 
 
 def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
-    """Whether the codec takes ``param``.
+    """Check that the codec supports ``param``.
 
     Args:
         name: The name of the parameter.
-        param: it, or its shard on this rank.
-        is_in_dtensor: it is the shard of a DTensor.
+        param: The parameter, or its shard on this rank.
+        is_in_dtensor: Whether ``param`` is the shard of a DTensor.
 
     Raises:
-        ValueError: it does not; names it.
+        ValueError: The parameter is not supported; names the parameter.
     """
     kind = type(param).__name__
     missing = [each for each in (PRE, POST) if not hasattr(type(param), each)]
@@ -83,26 +83,26 @@ def check_hooks(name: str, param: Tensor, *, is_in_dtensor: bool) -> None:
 def tensor_hooks(
     name: str, param: Tensor, dtypes: ParamDtypes
 ) -> tuple[str, Callable[[], ParamCodec]] | None:
-    """The codec rule of parameters whose class has the hooks."""
+    """Returns the key and the factory of the codec for parameters whose class has the hooks."""
     kind = type(param)
     return f"hooks of {kind.__module__}.{kind.__qualname__}", lambda: TensorHooksCodec(dtypes)
 
 
 def with_values(param: Tensor, values: Tensor) -> Tensor:
-    """A tensor of the class of ``param``, which may be on the meta device, with plain ``values`` of
-    its shape; over their memory where the class allows it."""
+    """Returns a tensor of the class of ``param``, which may be on the meta device, with plain
+    ``values`` of its shape; over their memory if the class allows it."""
     with torch.no_grad():
         return _wrapped(_empty_like(param, values.dtype, values.device), values)
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:
-    """Attributes that users set on ``param``, without those of its class."""
+    """Returns the attributes that users set on ``param``, without those of its class."""
     own = {"_is_param", *vars(param.detach())}
     return {name: value for name, value in vars(param).items() if name not in own}
 
 
 def plain_values(tensor: Tensor) -> Tensor:
-    """The values of a tensor of any class, as a plain tensor of its shape and dtype."""
+    """Returns the values of a tensor of any class, as a plain tensor of its shape and dtype."""
     with torch.no_grad():
         plain = allocator.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
         torch.ops.aten.copy_.default(plain, tensor.detach())
@@ -110,10 +110,10 @@ def plain_values(tensor: Tensor) -> Tensor:
 
 
 class TensorHooksCodec(ParamCodec):
-    """See the module docstring. One object serves one buffer.
+    """Codec that runs the hooks after each gather; see the module docstring. One for each buffer.
 
     Args:
-        dtypes: The dtypes of its parameters.
+        dtypes: The dtypes of the parameters.
     """
 
     def __init__(self, dtypes: ParamDtypes) -> None:
@@ -122,7 +122,7 @@ class TensorHooksCodec(ParamCodec):
         self._policy = MixedPrecisionPolicy(param_dtype=dtypes.compute, reduce_dtype=dtypes.reduce)
         self._modules: Sequence[nn.Module] = ()
         self._mesh: DataMesh | None = None
-        self._bound: dict[int, _Hooked] = {}  # by id of what modules compute with
+        self._bound: dict[int, _Hooked] = {}  # by id of the parameter that modules use
         self._templates: list[Tensor] = []
         self._takes_all: list[bool] = []  # whether pre hooks take all arguments
         self._is_current = False
@@ -132,7 +132,7 @@ class TensorHooksCodec(ParamCodec):
         self._modules, self._mesh = modules, mesh
 
     def converted(self, dtypes: ParamDtypes) -> TensorHooksCodec:
-        """See :class:`ParamCodec`: the same codec, for memory in place of the meta device."""
+        """See :class:`ParamCodec`. The codec is reused when meta tensors are allocated."""
         return self if dtypes == self._dtypes else super().converted(dtypes)  # type: ignore
 
     def prepare(
@@ -154,13 +154,13 @@ class TensorHooksCodec(ParamCodec):
         return plain_values(param)
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:
-        """See :class:`ParamCodec`: nothing of the class's own."""
+        """See :class:`ParamCodec`. Omits attributes of the class."""
         return marks_of(param)
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
-        """See :class:`ParamCodec`: what the post hook makes of it. The hooks never see the meta
-        device: there, what this returns is on the mesh's device, and is bound again when its full
-        values have memory."""
+        """See :class:`ParamCodec`. Returns the result of the post hook. The hooks never get meta
+        tensors: for a meta parameter the result is on the device of the mesh, and is bound again
+        when its full values have memory."""
         hooked = self._bound.get(id(param))
         if hooked is None:
             hooked = _Hooked(self, len(self._bound), full[0], self._device, param.requires_grad)
@@ -169,25 +169,25 @@ class TensorHooksCodec(ParamCodec):
         return hooked.param
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """See :class:`ParamCodec`: main weights as they are."""
+        """See :class:`ParamCodec`. Copies main weights without a change."""
         (wire,) = wires
         wire.copy_(main)
         self._is_current = False
         yield from ()
 
     def gradient(self) -> Callable[[Tensor], Tensor]:
-        """See :class:`ParamCodec`: gradients may be of the parameter's class."""
+        """See :class:`ParamCodec`. Gradients may have the parameter's class."""
         return lambda grad: grad if type(grad) is Tensor else plain_values(grad)
 
     def after_gather(self) -> None:
-        """See :class:`ParamCodec`: the hooks run, once for each gather."""
+        """See :class:`ParamCodec`. Runs the hooks once for each gather."""
         if not self._is_current:
             for hooked in self._bound.values():
                 hooked.run()
             self._is_current = True
 
     def before_release(self) -> None:
-        """See :class:`ParamCodec`: what the hooks made goes, too."""
+        """See :class:`ParamCodec`. Frees the tensors that the hooks created, too."""
         self._is_current = False
         for hooked in self._bound.values():
             hooked.free()
@@ -198,8 +198,8 @@ class TensorHooksCodec(ParamCodec):
         return self._mesh.device
 
     def pre(self, index: int, values: Tensor) -> tuple[Sequence[Tensor], Any, Tensor]:
-        """What the pre hook of parameter ``index`` returns for plain ``values``, and the tensor of
-        its class that it is called on."""
+        """Returns the result of the pre hook of parameter ``index`` for plain ``values``, and the
+        tensor of its class on which it is called."""
         assert self._mesh is not None
         shard: Any = _wrapped(self._templates[index], values)
         arguments: tuple[Any, ...] = (self._mesh.alone,)
@@ -209,7 +209,7 @@ class TensorHooksCodec(ParamCodec):
         return inputs, metadata, shard
 
     def post(self, shard: Any, outputs: Sequence[Tensor], metadata: Any, out: Any = None) -> Any:
-        """What the post hook returns."""
+        """Returns the result of the post hook."""
         compute = self._dtypes.compute
         if out is None:
             return shard.fsdp_post_all_gather(tuple(outputs), metadata, compute)
@@ -217,11 +217,11 @@ class TensorHooksCodec(ParamCodec):
 
 
 class _Hooked:
-    """One parameter: what its hooks read and write, in memory that comes and goes.
+    """One parameter with the inputs and outputs of its hooks, whose memory can be freed.
 
     Attributes:
-        param: what modules compute with.
-        full: its main weights, which the pre hook reads.
+        param: The parameter that modules use.
+        full: The full main weights, which the pre hook reads.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class _Hooked:
         for tensor, size in zip(self._held, self._sizes, strict=True):
             allocator.resize_foreign(tensor, size)
         inputs, metadata, shard = self._codec.pre(self._index, self.full)
-        # Gathers of the same weights are no change that autograd may see.
+        # Hide writes from autograd: each gather writes the same weights again.
         plain = [each for each in self._held if type(each) is Tensor]
         with torch.autograd._unsafe_preserve_version_counter((*plain, self.param)):
             for output, given in zip(self._outputs, inputs, strict=True):
@@ -269,7 +269,7 @@ def _num_pre_arguments(param: Tensor) -> int:
 
 
 def _inner_tensors(param: Any) -> dict[str, Tensor]:
-    """The tensors inside, by attribute; none where the class does not say."""
+    """Returns the inner tensors by attribute; empty if the class does not declare them."""
     if not hasattr(param, "__tensor_flatten__"):
         return {}
     attributes, _ = param.__tensor_flatten__()
@@ -277,8 +277,8 @@ def _inner_tensors(param: Any) -> dict[str, Tensor]:
 
 
 def _wrapped(template: Any, values: Tensor) -> Tensor:
-    """A tensor of the class of ``template`` with plain ``values``; over their memory, where the
-    class is made of inner tensors."""
+    """Returns a tensor of the class of ``template`` with plain ``values``; over their memory if the
+    class declares its inner tensors."""
     made = _over(template, values)
     if made is None:
         made = torch.ops.aten.new_zeros.default(template, list(values.shape))
@@ -287,7 +287,7 @@ def _wrapped(template: Any, values: Tensor) -> Tensor:
 
 
 def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of the class of ``param`` without elements."""
+    """Returns a tensor of the class of ``param`` without elements."""
     with torch.no_grad():
         shape = (0, *param.shape[1:])
         made = _over(param, allocator.empty(shape, dtype, device))
@@ -299,8 +299,8 @@ def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tens
 
 
 def _over(template: Any, values: Tensor) -> Tensor | None:
-    """A tensor of the class of ``template`` whose inner tensors are ``values``; None where the
-    class cannot be made so."""
+    """Returns a tensor of the class of ``template`` whose inner tensors are ``values``. None if the
+    class cannot be constructed like that."""
     if not hasattr(template, "__tensor_flatten__"):
         return None
     attributes, context = template.__tensor_flatten__()
@@ -309,6 +309,6 @@ def _over(template: Any, values: Tensor) -> Tensor | None:
     try:
         inspect.signature(unflatten).bind(*args)
     except TypeError:
-        return None  # a class that torch.compile does not support
+        return None  # The class does not support torch.compile.
     made = unflatten(*args)
     return made if isinstance(made, type(template)) else None

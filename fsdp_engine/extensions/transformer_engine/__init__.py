@@ -1,4 +1,4 @@
-"""Weights that Transformer Engine has quantized: their bytes are gathered."""
+"""Gathers of the bytes of weights that Transformer Engine has quantized."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _codec() -> Any:
-    """The module of the codec, which is imported for the first such weight."""
+    """Import the module of the codec, at its first use."""
     return importlib.import_module(f"{__name__}.quantized_codec")
 
 
@@ -33,7 +33,7 @@ def is_quantized(param: Tensor) -> bool:
 
 
 class QuantizedTensors(ParamClass):
-    """See :class:`ParamClass`: classes of Transformer Engine."""
+    """Tensor classes of Transformer Engine. See :class:`ParamClass`."""
 
     def takes(self, param: Tensor) -> bool:
         """See :class:`ParamClass`."""
@@ -45,8 +45,8 @@ class QuantizedTensors(ParamClass):
         return rule
 
     def extra_tensors(self, module: nn.Module) -> Mapping[str, Tensor]:
-        """See :class:`ParamClass`: amaxes and scales of delayed scaling, which depends on past
-        steps. Transformer Engine saves them as a pickle, which it does not load by default."""
+        """See :class:`ParamClass`. Returns amaxes and scales of delayed scaling, which depend on
+        past steps. Transformer Engine saves them as a pickle, which it does not load by default."""
         meta = getattr(module, "fp8_meta", None)
         if not isinstance(meta, dict) or not getattr(module, "primary_weights_in_fp8", False):
             return {}
@@ -59,5 +59,5 @@ class QuantizedTensors(ParamClass):
 
 
 def register() -> None:
-    """Let engines shard such weights."""
+    """Register the class, so that engines can shard such weights."""
     add_param_class(QuantizedTensors())

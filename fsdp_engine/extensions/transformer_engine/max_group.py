@@ -11,8 +11,8 @@ from fsdp_engine.comm.collectives import all_reduce_
 
 
 class MaxGroup(dist.ProcessGroup):
-    """For libraries that take one process group and reduce to the maximum over it: the ranks of
-    several groups, one after another. Of no group: this rank alone, and nothing is sent."""
+    """A group for libraries that take one process group and reduce to the maximum over it. It
+    reduces over several groups, one after another. Without groups it sends nothing."""
 
     def __init__(self, groups: Sequence[dist.ProcessGroup]) -> None:
         super().__init__(0, 1)  # type: ignore[call-arg]
@@ -21,8 +21,8 @@ class MaxGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: Sequence[Tensor], options: dist.AllreduceOptions
     ) -> None:
-        """Reduce each tensor to its maximum, in place; ``dist.all_reduce`` calls it. Done when it
-        returns, as with any group on its stream."""
+        """Reduce each tensor to its maximum, in place. ``dist.all_reduce`` calls this method. The
+        result is complete on return, on the current stream."""
         maximum = dist.ReduceOp(dist.ReduceOp.MAX)
         assert options.reduceOp == maximum, f"a maximum, not {options.reduceOp}"
         for tensor in tensors:

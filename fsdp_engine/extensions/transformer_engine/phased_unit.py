@@ -1,7 +1,7 @@
-"""Units whose forward and backward read different bytes, or other data beside them.
+"""Units whose forward and backward read different bytes, or additional data.
 
-Full parameters of such a unit serve some phases of its uses: FORWARD, BACKWARD, or BOTH, as in a
-unit whose forward is recomputed within its own backward.
+The full parameters of such a unit serve one or both phases of its uses: FORWARD, BACKWARD, or BOTH
+(as in a unit whose forward is recomputed within its own backward).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from fsdp_engine.units.installing import holders
 
 
 class PhasedUnit(Unit):
-    """See the module docstring.
+    """A unit with different data for forward and backward. See the module docstring.
 
     Attributes:
-        phases: the uses that the full parameters serve.
-        split_weights: weights of which forward and backward gather different bytes.
+        phases: The phases that the full parameters serve.
+        split_weights: Weights for which forward and backward gather different bytes.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -76,7 +76,7 @@ class PhasedUnit(Unit):
                 each.gathered()
 
     def _serve(self, phases: int, for_backward: bool) -> None:
-        """Full parameters serve these phases."""
+        """Record the phases that the full parameters serve."""
         self.phases, self._for_backward = phases, for_backward
         for each in self._phased:
             each.phases, each.for_backward = phases, for_backward
@@ -85,7 +85,7 @@ class PhasedUnit(Unit):
         """See :class:`Unit`.
 
         Raises:
-            RuntimeError: forward and backward read different bytes.
+            RuntimeError: Forward and backward read different bytes.
         """
         if self.split_weights:
             raise RuntimeError(
@@ -99,19 +99,19 @@ class PhasedUnit(Unit):
         """See :class:`Unit`.
 
         Raises:
-            RuntimeError: forward and backward read different bytes.
+            RuntimeError: Forward and backward read different bytes.
         """
         if self.split_weights:
             raise RuntimeError(f"{message}, and weights of two encodings. {remedy}")
 
     def start(self, scheduler: Any) -> None:
-        """See :class:`Unit`: gather the bytes that forward reads where a part of the unit is
+        """See :class:`Unit`. Adds hooks that gather the bytes for forward if part of the unit is
         recomputed in its backward.
 
-        Where forward and backward read different bytes, a unit in backward holds the latter. A
-        checkpoint around one of its modules runs the forward of this module again, with its hooks.
-        A checkpoint around a part of the module does not: so the modules that hold such parameters
-        have hooks of their own.
+        If forward and backward read different bytes, a unit in backward holds those for backward. A
+        checkpoint around one of its modules runs the hooks of this module again, but a checkpoint
+        around a part of the module does not. So the modules that hold such parameters get hooks of
+        their own.
         """
         if not self.split_weights:
             return

@@ -1,14 +1,14 @@
-"""The codec for fp8 weights of Transformer Engine (TE): their quantized bytes are gathered.
+"""The codec for fp8 weights of Transformer Engine (TE), which gathers their quantized bytes.
 
 A module built under TE's ``quantized_model_init`` holds tensors that compute in fp8. Their bytes
 are moved to the flat uint8 buffers and bound to the same ``Parameter``, which is transparent to
 TE's modules. Main weights are initialized from the values that TE preserved. After a step one call
 of TE's ``quantize_master_weights`` encodes all weights of a buffer from their main shards. It
 reduces the amaxes over the ranks, with one all-reduce for each axis over which the weights are
-sharded, and writes full scales on every rank into the parameters' existing tensors. Only bytes are
+sharded, and writes all scales on every rank into the parameters' existing tensors. Only bytes are
 gathered.
 
-    recipe     type                    bytes               scales, fp32 but for MXFP8
+    recipe     type                    bytes               scales, fp32 except for MXFP8
     delayed    Float8Tensor            _data               1, from the amaxes of past steps
     current    Float8Tensor            _data               1
     block      Float8BlockwiseQTensor  _rowwise_data       1 for each 128 x 128
@@ -62,7 +62,7 @@ _QUANTIZE_ARGUMENTS = (
     "manual_post_all_gather_processing",
 )
 _PRESERVED = "_high_precision_init_val"
-# Attributes that TE and torch set on parameters, which are not users' marks.
+# Attributes that TE and torch set on parameters. All others are marks of the user.
 _NOT_MARKS = {
     _PRESERVED,
     "get_high_precision_init_val",
@@ -76,13 +76,13 @@ class Recipe:
     """The attributes and constraints of one of TE's quantized tensor classes.
 
     Attributes:
-        name: as in the table above.
-        quantizer: name of TE's quantizer class.
-        encodings: attributes that hold raw bytes.
-        scales: attributes that hold scales.
-        options: attributes of the quantizer that must be equal for the weights of one call.
-        num_dims: number of dims that the kernels support. None: any.
-        dtypes: nominal dtypes that the kernels support. Empty: any.
+        name: Name of the recipe in the table above.
+        quantizer: Name of TE's quantizer class.
+        encodings: Attributes that hold raw bytes.
+        scales: Attributes that hold scales.
+        options: Attributes of the quantizer that must be equal for the weights of one call.
+        num_dims: Number of dims that the kernels support. None: any.
+        dtypes: Nominal dtypes that the kernels support. Empty: any.
     """
 
     name: str
@@ -126,16 +126,16 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class TransformerEngine(EngineExtension):
-    """The codec rule for weights that Transformer Engine has quantized. Models with such weights
-    need it only for other arguments than the defaults.
+    """The codec rule for weights that Transformer Engine has quantized. A model with such weights
+    needs it only to change the defaults.
 
     Args:
-        keep_transposes: keep the transposes that backward needs while the bytes are freed.
-        through_gradients: gather MXFP8 weights through memory of gradients.
+        keep_transposes: Keep the transposes that backward needs while the bytes are freed.
+        through_gradients: Gather MXFP8 weights through the memory of gradients.
 
     Raises (when called):
-        ImportError: Transformer Engine, or one of the functions that the engine uses, is missing.
-        ValueError: the format or dtype of a weight is not supported.
+        ImportError: Transformer Engine, or a function of it that the engine uses, is missing.
+        ValueError: The format or dtype of a weight is not supported.
     """
 
     keep_transposes: bool = False
@@ -143,15 +143,15 @@ class TransformerEngine(EngineExtension):
 
     @classmethod
     def of(cls, extensions: Sequence[EngineExtension]) -> TransformerEngine:
-        """Returns that of ``extensions``, or one with the defaults."""
+        """Returns the rule in ``extensions``, or one with the defaults."""
         return next((each for each in extensions if isinstance(each, cls)), cls())
 
     def check(self, setup: EngineSetup) -> None:
         """See the base class.
 
         Raises:
-            ValueError: the model has no weights that an argument is for, or full gradients are
-                sharded.
+            ValueError: An argument is set, but the model has no weights to which it applies; or
+                ``through_gradients`` is set and gradients are sharded.
         """
         codecs = [buffer.make_codec() for unit in setup.plan.units for buffer in unit.buffers]
         quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
@@ -177,7 +177,7 @@ class TransformerEngine(EngineExtension):
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
     ) -> tuple[str, Callable[[], ParamCodec]] | None:
-        """The codec of a parameter; None if it is not one of TE's quantized tensors."""
+        """Returns the codec of a parameter; None if it is not one of TE's quantized tensors."""
         if not is_quantized(param):
             return None
         api = _load(name)
@@ -203,20 +203,20 @@ class TransformerEngine(EngineExtension):
 
 
 class TransformerEngineCodec(ParamCodec):
-    """The codec of one buffer; see the module docstring.
+    """The codec of one buffer. See the module docstring.
 
     Args:
         api: TE's module of functions on quantized weights.
-        recipe: The recipe of the buffer's weights.
-        nominal: the nominal dtype of the buffer's weights.
-        keep_transposes, through_gradients: see :class:`TransformerEngine`.
+        recipe: The recipe of the weights.
+        nominal: The nominal dtype of the weights.
+        keep_transposes, through_gradients: See :class:`TransformerEngine`.
 
     Attributes:
-        num_encodings: see [Note: Encodings] in ``quantized_weights.py``.
-        nominal: every rank may as well encode all weights by itself, from values of this dtype,
-            without amaxes of others (:meth:`encode_whole`): the kernels round main weights to it
-            first.
-        gathers_through_scratch: see [Note: Gathers through scratch memory] in ``scratch.py``.
+        num_encodings: Number of encodings; see [Note: Encodings] in ``quantized_weights.py``.
+        nominal: The nominal dtype of the weights. The kernels round main weights to it first, so
+            each rank may instead encode all weights from values of this dtype, without amaxes of
+            other ranks (:meth:`encode_whole`).
+        gathers_through_scratch: See [Note: Gathers through scratch memory] in ``scratch.py``.
     """
 
     wire_dtype = torch.uint8
@@ -239,7 +239,7 @@ class TransformerEngineCodec(ParamCodec):
         self._recipe = recipe
         self._keeps = keep_transposes
         self._weights: list[Any] = []
-        # Attributes of each weight: its scales, and the views of its bytes.
+        # For each weight, its scales and the views of its bytes, by attribute.
         self._parts: list[dict[str, Tensor]] = []
         self._num_bound = 0
         self._pieces: Sequence[Piece] = ()
@@ -247,7 +247,7 @@ class TransformerEngineCodec(ParamCodec):
         self._masters: list[Tensor | None] = []
         self._starts: list[int] = []
         self._main: Tensor | None = None
-        # Whether transposes exist and correspond to the current bytes.
+        # Whether transposes exist and match the current bytes.
         self._has_columns = False
 
     @property
@@ -257,7 +257,7 @@ class TransformerEngineCodec(ParamCodec):
 
     @property
     def state(self) -> Sequence[Tensor]:
-        """See :class:`ParamCodec`: the scales."""
+        """See :class:`ParamCodec`. Returns the scales."""
         return [parts[name] for parts in self._parts for name in self._recipe.scales]
 
     def prepare(
@@ -277,11 +277,11 @@ class TransformerEngineCodec(ParamCodec):
         self._group = MaxGroup(groups)
         if self._recipe.name == "delayed":
             for weight in self._weights:
-                # The amax of the initial value may differ between ranks; encoding recomputes it.
+                # Encoding recomputes the amax; that of the initial value may differ between ranks.
                 weight._quantizer.amax.zero_()
 
     def initial_value(self, param: Tensor) -> Tensor:
-        """See :class:`ParamCodec`: the values that TE preserved, else the quantized ones."""
+        """See :class:`ParamCodec`. Returns the values that TE preserved, or the quantized ones."""
         preserved: Tensor | None = getattr(param, _PRESERVED, None)
         if preserved is not None:
             return preserved
@@ -289,16 +289,16 @@ class TransformerEngineCodec(ParamCodec):
             return param.dequantize()
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:
-        """See :class:`ParamCodec`: without the attributes that TE sets."""
+        """See :class:`ParamCodec`. Omits the attributes that TE sets."""
         own = _NOT_MARKS.union(vars(param.detach()))
         return {name: value for name, value in vars(param).items() if name not in own}
 
     def bind(self, param: nn.Parameter, full: Sequence[Tensor]) -> nn.Parameter:
-        """See :class:`ParamCodec`: the same parameter, with its bytes in ``full``."""
+        """See :class:`ParamCodec`. Returns the same parameter, with its bytes in ``full``."""
         weight: Any = param
         if self.has_transposes:
             # Otherwise TE would create a transpose in every forward, and one of each shard that it
-            # encodes. TE's backward creates missing ones.
+            # encodes. TE's backward creates missing transposes.
             weight._quantizer.set_usage(columnwise=False)
         if getattr(weight, _PRESERVED, None) is not None:
             weight.clear_high_precision_init_val()
@@ -310,8 +310,8 @@ class TransformerEngineCodec(ParamCodec):
         return param
 
     def encode(self, main: Tensor, wires: Sequence[Tensor]) -> Steps:
-        """See :class:`ParamCodec`; wires are parts of the full weights. TE waits for the
-        all-reduce of amaxes; on CUDA the stream does."""
+        """See :class:`ParamCodec`. ``wires`` are parts of the full weights. TE waits for the
+        all-reduce of amaxes; on CUDA the stream waits for it."""
         if self._main is not main:
             self._main = main
             self._masters, self._starts = _shards(self._pieces, main)
@@ -319,7 +319,7 @@ class TransformerEngineCodec(ParamCodec):
         yield from ()
 
     def encode_whole(self, values: Tensor, offsets: Sequence[int]) -> Steps:
-        """Encode full weights into the parameters; parameter ``i`` lies at ``offsets[i]`` of
+        """Encode full weights into the parameters. Parameter ``i`` starts at ``offsets[i]`` of
         ``values``."""
         masters = [
             values[offset : offset + weight.numel()]
@@ -345,11 +345,11 @@ class TransformerEngineCodec(ParamCodec):
             )
 
     def after_gather(self, *, for_backward: bool = False) -> None:
-        """See :class:`ParamCodec`: sets the parameters' bytes, and creates transposes for
+        """See :class:`ParamCodec`. Sets the parameters' bytes, and creates transposes for
         backward.
 
         Args:
-            for_backward: no other gather comes before the backward.
+            for_backward: Whether no other gather precedes the backward.
         """
         for weight, parts in zip(self._weights, self._parts, strict=True):
             _put(weight, parts)
@@ -359,7 +359,7 @@ class TransformerEngineCodec(ParamCodec):
             self._has_columns = True
 
     def before_release(self) -> None:
-        """See :class:`ParamCodec`: deletes transposes unless they are kept."""
+        """See :class:`ParamCodec`. Deletes transposes unless they are kept."""
         if not self._keeps:
             for weight in self._weights:
                 self._drop_columns(weight)
@@ -371,13 +371,13 @@ class TransformerEngineCodec(ParamCodec):
 
 
 def _put(weight: Any, parts: Mapping[str, Tensor]) -> None:
-    """Set the bytes and scales of a weight; modules may have deleted some of them after use."""
+    """Set the bytes and scales of a weight. Modules may have deleted some of them after use."""
     for name, tensor in parts.items():
         setattr(weight, name, tensor)
 
 
 def _shards(pieces: Sequence[Piece], main: Tensor) -> tuple[list[Tensor | None], list[int]]:
-    """This rank's shard of each master weight (None if empty), and its start in the weight."""
+    """Returns this rank's shard of each main weight (None if empty), and its start."""
     masters: list[Tensor | None] = []
     offsets = []
     for piece in pieces:
@@ -388,7 +388,7 @@ def _shards(pieces: Sequence[Piece], main: Tensor) -> tuple[list[Tensor | None],
 
 
 def _load(name: str) -> Any:
-    """TE's module of functions on quantized weights; ``name`` is the weight's, for errors."""
+    """Returns TE's module of functions on quantized weights. ``name``: the weight's, for errors."""
     wanted = f"{name}: expected Transformer Engine {KNOWN_VERSIONS}, whose type its weight has"
     try:
         api = importlib.import_module("transformer_engine.pytorch.tensor.utils")

@@ -1,13 +1,13 @@
 """Weights that Transformer Engine has quantized.
 
 [Note: Encodings]
-Most recipes have one *encoding*: one encoding serves forward and backward. Weights with two
-encodings encode the same main weights once for each phase. Each encoding has a wire and full
-parameters of its own, which are gathered for its phase only. A recomputation within backward needs
-both. One refresh serves all encodings; only the encodings that the next use reads are unsharded.
+With most recipes, one *encoding* serves forward and backward. Weights with two encodings encode the
+same main weights once for each phase. Each encoding has its own wire and full parameters, which are
+gathered only for its phase; a recomputation within backward needs both. One refresh encodes all
+encodings; only those that the next use reads are unsharded.
 
-Encoding may write anywhere in the parameters of which this rank has a part, so that every encoding
-is encoded into its full parameters, which have memory meanwhile, and copied to the wire.
+Encoding may write anywhere in a parameter of which this rank holds a part. So each encoding is
+written into its full parameters, which have memory during that time, and copied to the wire.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
 from fsdp_engine.extensions.transformer_engine.scratch import ThroughScratch
 from fsdp_engine.runtime.unit import BACKWARD, BOTH, FORWARD
 
-# Of two encodings, those that a use reads.
+# The encodings that a use reads, if there are two.
 _READ: dict[int, tuple[int, ...]] = {FORWARD: (0,), BACKWARD: (1,), BOTH: (0, 1)}
 
 
@@ -33,8 +33,8 @@ class Encoding(NamedTuple):
     """One encoding of a buffer's weights.
 
     Attributes:
-        wire: the bytes that are kept at rest, at the depth of PARAM.
-        full: its full parameters.
+        wire: The bytes that are kept at rest, at the depth of PARAM.
+        full: The full parameters.
     """
 
     wire: ShardedBuffer
@@ -42,12 +42,12 @@ class Encoding(NamedTuple):
 
 
 class QuantizedWeights(KeptWeights):
-    """See the module docstring.
+    """Weights with one or two encodings. See the module docstring.
 
     Attributes:
-        wanted: phases that the next gather has to serve.
-        phases: phases whose full parameters are gathered, or in flight.
-        for_backward: a backward reads the gathered parameters.
+        wanted: Phases that the next gather must serve.
+        phases: Phases whose full parameters are gathered or in flight.
+        for_backward: Whether a backward reads the gathered parameters.
     """
 
     unit_class = PhasedUnit
@@ -92,7 +92,7 @@ class QuantizedWeights(KeptWeights):
         return bound
 
     def gather(self, compute_now: Ticket | None = None, *, is_held: bool = False) -> list[Ticket]:
-        """See :class:`Weights`; gathers what uses of ``wanted`` read."""
+        """See :class:`Weights`. Gathers the encodings that uses in the phases ``wanted`` read."""
         self._missing = self.wanted & ~self.phases
         return super().gather(compute_now, is_held=is_held)
 
@@ -111,7 +111,7 @@ class QuantizedWeights(KeptWeights):
     def _bring_up_to_date(self, compute_now: Ticket | None) -> list[Ticket]:
         if self._through_scratch is not None:
             self._seen_version = self._main.tensor._version
-            self.pending.finish()  # it reads the gradients
+            self.pending.finish()  # The pending step reads the gradients, whose memory is reused.
             return [self._through_scratch.refresh()]
         return super()._bring_up_to_date(None if self._fill(self._storages) else compute_now)
 
@@ -120,14 +120,14 @@ class QuantizedWeights(KeptWeights):
         self.pending.finish()
         if self._through_scratch is not None:
             self._through_scratch.finish()
-        self.free_all_but(self.phases)  # memory that encodings were encoded into
+        self.free_all_but(self.phases)  # Free memory that only the encoding needed.
         for storage in self._storages:
             if storage.filled:
                 storage.expose()
         self.codec.after_gather(for_backward=self.for_backward or not self.reshards)
 
     def free_all_but(self, phases: int) -> None:
-        """Free the encodings that no use of ``phases`` reads."""
+        """Free the encodings that no use in ``phases`` reads."""
         read = self._read_in(phases)
         for number, encoding in enumerate(self._encodings):
             if number not in read:
@@ -167,8 +167,8 @@ class QuantizedWeights(KeptWeights):
         return self._unshards[0]
 
     def _encode(self, chain: Chain) -> None:
-        """Encode into this rank's part of the full parameters, of which all may be overwritten, and
-        copy the part to the wire, if that is another buffer."""
+        """Encode into this rank's part of the full parameters, other parts of which may be
+        overwritten. Copy the part to the wire if that is another buffer."""
         codec, main = self.codec, self._main
         parts = [each.full.target.narrow(main.depth) for each in self._encodings]
         copies = [

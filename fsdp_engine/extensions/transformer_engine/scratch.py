@@ -1,4 +1,4 @@
-"""Gathers of full weights through memory of gradients.
+"""Gathers of full weights through the memory of gradients.
 
 [Note: Gathers through scratch memory]
 A codec with two encodings would gather both if full weights persist, after an all-reduce of amaxes.
@@ -7,10 +7,10 @@ and large enough for the weights in their nominal dtype:
 
     main[OPTIM] --cast--> scratch[OPTIM] --gather--> scratch --encode, both encodings--> wires, full
 
-One gather and no amaxes: every rank computes the scales from full weights, and so the same bytes.
-Afterwards the gradients' memory is filled with zeros, because gradients may be added to it. If the
-memory contains gradients (a forward before ``zero_grad``), separate memory is used; the collectives
-are the same, so ranks may differ in this.
+This takes one gather and no reduction of amaxes: every rank computes the scales from full weights,
+and so the same bytes. Afterwards the memory of gradients is zeroed, because gradients may be added
+to it. If the memory contains gradients (a forward before ``zero_grad``), separate memory is used.
+The collectives are the same in both cases, so ranks may differ.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from fsdp_engine.memory.allocator import TransientStorage, alias
 
 
 class ThroughScratch:
-    """See the module docstring.
+    """Gathers full weights through memory of gradients. See the module docstring.
 
     Args:
         spec, context: The spec and context of the buffer.
-        codec: the codec of the buffer, a ``TransformerEngineCodec``.
-        main: the main weights.
-        targets: the full lines, which persist, of all encodings.
-        buffer: the gradients whose memory is used.
+        codec: The codec of the buffer, a ``TransformerEngineCodec``.
+        main: The main weights.
+        targets: The full parameters of all encodings, as flat tensors, which persist.
+        buffer: The buffer whose gradients' memory is used.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ThroughScratch:
         self._through_gradients = Chain()
 
     def refresh(self) -> Ticket:
-        """Bring full weights up to date."""
+        """Start to gather and encode the full weights; returns the ticket of the last operation."""
         memory, compute = self._memory_of_gradients(), self._context.lanes.compute
         if memory is None:
             compute.manage(f"allocate {self._spec.label}", self._own.fill, self._own)
@@ -72,18 +72,18 @@ class ThroughScratch:
             self._accumulation = memory
             line = alias(memory.view(self._codec.nominal)[: self._spec.layout.numel])
             self._through_gradients = self._make_chain(line, is_own=False)
-        # The memory may have been allocated, and zeroed, just now.
+        # Wait for compute, which may have just allocated and zeroed the memory.
         return self._through_gradients.run((compute.record(),))
 
     def finish(self) -> None:
-        """Compute has waited for the refresh."""
+        """Free separate memory after compute has waited for the refresh."""
         if self._own.filled:
             compute = self._context.lanes.compute
             compute.manage(f"free {self._spec.label}", self._own.drain, self._own)
 
     def _memory_of_gradients(self) -> Tensor | None:
-        """The memory of full gradients, while none are in it; None: there is none that is large
-        enough."""
+        """Returns the memory of full gradients if it is large enough and contains no gradients;
+        otherwise None."""
         buffer = self._buffer()
         assert buffer is not None
         grads = buffer.grads

@@ -1,1 +1,1 @@
-"""Steps of optimizers that need whole tensors: see [Note: Owners] in ``owned_step.py``."""
+"""Steps of optimizers that need full tensors: see [Note: Owners] in ``owned_step.py``."""

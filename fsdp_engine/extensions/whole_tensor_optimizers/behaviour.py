@@ -1,36 +1,36 @@
-"""Finds out by trial which part of a model one step of an optimizer needs at once.
+"""Trials that determine which part of a model one step of an optimizer needs at once.
 
 [Note: Trial of an optimizer]
-Whether a rank may step its slice of a parameter, or needs the whole tensor, or all tensors, follows
-from the optimizer's code, which may be of any package. So it is tried, on small parameters with the
-hyperparameters of a group and the number of dims of its parameters:
+Whether a rank may step its slice of a parameter, or needs the full tensor, or all tensors, depends
+on the optimizer's code, which may be of any package. So the engine tries it, on small parameters
+with the hyperparameters of a group and the number of dims of its parameters:
 
-    one tensor    against slices of it, flat, one    equal: it steps each element by itself
+    one tensor    against flat slices of it, one     equal: it steps each element by itself
                   of them empty
     two tensors   against each of them alone, and    equal: it steps each tensor by itself
                   beside a tensor of other values
     two groups    the same                           equal: it steps each group by itself
 
-Equal means up to rounding, in the changes of the parameters over some steps, and in the numbers
-that the steps store in groups, attributes and state: Prodigy and SWATS sum from the first step on,
-but use these sums much later. State of another shape than the parameter's, or in objects, is that
-of the tensor, for the same reason. A step that raises for slices needs the tensor, and one that
-never changes anything all tensors. A closure that a step calls returns a linear loss with the
-trial's gradients.
+Equal means equal up to rounding. The trial compares the changes of the parameters over some steps
+and the numbers that the steps store in groups, attributes and state, because some optimizers
+(Prodigy, SWATS) compute sums from the first step on but use them much later. State in objects or of
+another shape than the parameter's means that the step needs the tensor, for the same reason. A step
+that raises for slices needs the tensor. A step that never changes anything is assumed to need all
+tensors. If a step requires a closure, the closure returns a linear loss with the trial's gradients.
 
 Gradients differ in scale between the parts and between steps, so that sums over the parts (norms,
-means, factored moments, Gram matrices) do not agree by chance; some are orthogonal to the parameter
-(AdamP projects these). Each comparison is made on parameters of usual size and on very small ones,
-beside which small updates are not lost in rounding, with gradients that have a trend, from which
-optimizers that adapt their step size learn (Prodigy).
+means, factored moments, Gram matrices) do not agree by chance. Some gradients are orthogonal to the
+parameter (AdamP projects these). Each comparison is made on parameters of usual size and on very
+small ones, in which small updates are not lost by rounding. The latter have gradients with a trend,
+from which optimizers that adapt their step size learn (Prodigy).
 
-Whether the time of a step grows with the elements of a matrix, or with these times its shorter
-side, follows from the operations: in the second case there is a product all of whose dims are at
-least that side, or a decomposition.
+Whether the time of a step grows with the number of elements of a matrix, or with this number times
+the shorter side, follows from the operations: in the second case there is a product all of whose
+dims are at least as long as that side, or a decomposition.
 
-Where the trial on a small tensor finds elements, one on a larger tensor follows, whose dims are
-above those from which on known optimizers factor their state (128), and whose slices begin at a
-multiple of 256 elements, the blocks in which 8-bit state is quantised.
+If the trial on a small tensor finds an elementwise step, one on a larger tensor follows. Its dims
+exceed the size from which known optimizers factor their state (128), and its slices start at
+multiples of 256 elements, the blocks in which 8-bit state is quantised.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.optim.chunked_step import Shadows, entries_of
 from fsdp_engine.optim.state_leaves import is_plain, leaves_of
 
-_DIMS = (24, 161)  # at most
+_DIMS = (24, 161)  # maximum dims of the small and the large tensor
 _BLOCK = 256
-_SCALES = (1.0, 1e-6)  # of parameters
-_LEAST_RATE = 0.01  # a schedule may begin with 0
+_SCALES = (1.0, 1e-6)  # scales of the parameters
+_LEAST_RATE = 0.01  # because a schedule may start with 0
 _NUM_STEPS = 12
-_MOST_STEPS = 36  # of those that only collect statistics at first
-# Norm of the difference of two changes, of the norm of one, at most.
+_MOST_STEPS = 36  # for optimizers that only collect statistics at first
+# Maximum norm of the difference of two changes, relative to the norm of one of them.
 _TOLERANCE = 1e-5
-# The same where matrix products may differ by rounding, in 16 bits: those of one matrix and of a
-# batch.
+# The same for comparisons in which products of one matrix and of a batch of matrices may differ by
+# rounding to 16 bits.
 _TOLERANCE_OF_BATCHES = 1e-3
-# Operations of aten.
+# Operations of aten that multiply matrices.
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 _NOT_OF_MATRICES = ("linalg_vector_norm", "linalg_cross")
 
 
 class Needs(enum.IntEnum):
-    """What a step needs at once."""
+    """Set of values that a step needs at once."""
 
     ELEMENT = 0
     TENSOR = 1
@@ -82,11 +82,11 @@ class Needs(enum.IntEnum):
 
 
 class Found(NamedTuple):
-    """How a parameter is stepped.
+    """Result of a trial for one parameter.
 
     Attributes:
-        needs: what its step needs at once.
-        multiplies: whether matrices of its size are multiplied or decomposed.
+        needs: The set of values that its step needs at once.
+        multiplies: Whether the step multiplies or decomposes matrices of the parameter's size.
     """
 
     needs: Needs
@@ -94,16 +94,15 @@ class Found(NamedTuple):
 
 
 class TrialFailed(Exception):
-    """A step of a trial raised, which is this exception's cause."""
+    """A step of a trial raised an exception, which is the cause of this one."""
 
 
 class _Watch(TorchDispatchMode):
-    """Mode in which collectives raise: owners step different tensors, so that those of a step would
-    wait for each other.
+    """Mode that makes collectives raise: owners step different tensors, so collectives of the steps
+    would wait for each other.
 
     Attributes:
-        largest_product: the smallest dim of a product or a decomposition of matrices, the largest
-            of all.
+        largest_product: Maximum, over products and decompositions of matrices, of the smallest dim.
     """
 
     def __init__(self) -> None:
@@ -130,12 +129,12 @@ class _Watch(TorchDispatchMode):
 
 
 class _Outcome(NamedTuple):
-    """What some steps did.
+    """Results of some steps.
 
     Attributes:
-        changes: of each parameter, flat.
-        states: of each parameter.
-        common: of each group, its hyperparameters, and what the step stored elsewhere.
+        changes: Flat change of each parameter.
+        states: State of each parameter.
+        common: For each group, its hyperparameters and the values that steps stored elsewhere.
     """
 
     changes: list[Tensor]
@@ -144,7 +143,7 @@ class _Outcome(NamedTuple):
 
     @property
     def has_changes(self) -> bool:
-        """Whether some parameter changed."""
+        """Whether any parameter changed."""
         return any(bool(change.any()) for change in self.changes)
 
 
@@ -152,8 +151,8 @@ class Trials:
     """Trials of one optimizer.
 
     Args:
-        optimizer: is not changed.
-        device: where trial steps run.
+        optimizer: The optimizer, which is not changed.
+        device: The device of trial steps.
     """
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
@@ -163,19 +162,19 @@ class Trials:
         self._largest_product = 0
         self._found: dict[tuple[int, tuple[int, ...], torch.dtype], Found] = {}
 
-    @_disable_current_modes()  # a trial needs values, also in a simulation
+    @_disable_current_modes()  # A trial needs values, also in a simulation.
     def find(self, number: int, shape: Sequence[int], dtype: torch.dtype) -> Found:
-        """How a parameter of group ``number`` is stepped.
+        """Returns how a parameter of group ``number`` is stepped.
 
         Args:
-            number: of the param group.
-            shape: of the whole parameter.
-            dtype: The dtype of the parameter.
+            number: Number of the param group.
+            shape: Shape of the unsharded parameter.
+            dtype: Dtype of the parameter.
 
         Raises:
-            TrialFailed: the step raised.
+            TrialFailed: A step raised an exception.
         """
-        # An empty parameter is stepped as others of its dims are.
+        # An empty parameter is stepped like others with the same number of dims.
         shape = tuple(max(size, 1) for size in shape) or (1,)
         small, large = (tuple(min(size, dim) for size in shape) for dim in _DIMS)
         key = number, large, dtype
@@ -198,7 +197,7 @@ class Trials:
         values = self._values(shape, dtype, scale, 1)
         cut = numel // 5 * 2 // _BLOCK * _BLOCK or numel // 2
         flat = [value.flatten() for value in values]
-        ends = (0, cut, numel, numel)  # ranks may have empty slices
+        ends = (0, cut, numel, numel)  # The last slice is empty, since ranks may have empty ones.
         parts = [[value[a:b] for value in flat] for a, b in itertools.pairwise(ends)]
         whole = self._run_until_changes([[values]], number)
         try:
@@ -225,7 +224,7 @@ class Trials:
         first, second, third = (self._values(shape, dtype, scale, seed) for seed in (1, 2, 3))
         beside = self._run_until_changes([[first, second]], number)
         if not beside.has_changes:
-            return Needs.ALL  # nothing is known
+            return Needs.ALL  # The trial shows nothing, so assume the most.
 
         def run(*groups: list[list[Tensor]]) -> _Outcome:
             return self._run(groups, number, self._num_steps)
@@ -235,14 +234,14 @@ class Trials:
             return Needs.ELEMENT
         try:
             together, other = run([first], [second]), run([first], [third])
-        except TrialFailed:  # it takes one group only
+        except TrialFailed:  # The optimizer accepts only one group.
             return Needs.ALL
         return Needs.GROUP if _is_sum_of(together, alone, other, first[0]) else Needs.ALL
 
     def _values(
         self, shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int
     ) -> list[Tensor]:
-        """Initial values, and gradients of each step, whose two halves differ in scale."""
+        """Returns initial values, and gradients of each step whose two parts differ in scale."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal() -> Tensor:
@@ -261,7 +260,7 @@ class Trials:
         return [value.to(self._device, dtype) for value in values]
 
     def _run_until_changes(self, groups: Sequence[Sequence[list[Tensor]]], number: int) -> _Outcome:
-        """As :meth:`_run`, with so many steps that there is a change, if possible."""
+        """Run like :meth:`_run`, with more steps if the parameters do not change at first."""
         self._num_steps = _NUM_STEPS
         found = self._run(groups, number, _NUM_STEPS)
         if found.has_changes:
@@ -272,15 +271,15 @@ class Trials:
     def _run(
         self, groups: Sequence[Sequence[list[Tensor]]], number: int, num_steps: int
     ) -> _Outcome:
-        """Do some steps.
+        """Run some steps.
 
         Args:
-            groups: of each group, of each parameter, its value and its gradients.
-            number: of the param group whose hyperparameters all have.
-            num_steps: how many steps.
+            groups: For each group and each parameter, its value and its gradients.
+            number: Number of the param group whose hyperparameters are used.
+            num_steps: Number of steps.
 
         Raises:
-            TrialFailed: a step raised.
+            TrialFailed: A step raised an exception.
         """
         optimizer = self._optimizer
         like = {**copy.deepcopy(_without_params(optimizer.param_groups[number]))}
@@ -288,7 +287,7 @@ class Trials:
             lr = like["lr"]
             like["lr"] = lr * 0 + max(float(lr), _LEAST_RATE)
         if "train_mode" in like:
-            like["train_mode"] = True  # schedule-free optimizers step in this mode only
+            like["train_mode"] = True  # Schedule-free optimizers step only in this mode.
         params = [[nn.Parameter(values[0].clone()) for values in group] for group in groups]
         flat = [param for group in params for param in group]
         shadows = Shadows(optimizer)
@@ -321,7 +320,7 @@ class Trials:
     def _step(self, shadows: Shadows, shadow: Any, params: Sequence[Any]) -> None:
         parameter = inspect.signature(shadows.function).parameters.get("closure")
         needs_closure = parameter is not None and parameter.default is inspect.Parameter.empty
-        # A linear loss with these gradients.
+        # A linear loss with the gradients of this step.
         closure = (
             [lambda: sum((p.detach() * p.grad).sum() for p in params)] if needs_closure else []
         )
@@ -340,9 +339,9 @@ def _without_params(group: dict[str, Any]) -> dict[str, Any]:
 def _detach_attributes(
     shadow: Any, optimizer: Any, lists: Collection[str], params: Sequence[Tensor]
 ) -> None:
-    """Give the shadow attributes of its own; lists of parameters hold those of the trial."""
+    """Copy attributes to the shadow, with lists of parameters replaced by those of the trial."""
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        shadow.__dict__[hooks] = OrderedDict()  # a step may call that of its parent class
+        shadow.__dict__[hooks] = OrderedDict()  # A step may call the step of its parent class.
     for name, value in vars(optimizer).items():
         if name in lists:
             shadow.__dict__[name] = list(params)
@@ -353,7 +352,7 @@ def _detach_attributes(
 
 
 def _copied(value: Any) -> Any:
-    """A copy of plain containers and tensors; other objects are shared."""
+    """Returns a shallow copy of plain containers and tensors; other objects are shared."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if type(value) in (dict, list, tuple, set):
@@ -362,8 +361,8 @@ def _copied(value: Any) -> Any:
 
 
 def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
-    """Whether the state of a parameter is other than numbers, and tensors of its shape or of one
-    element."""
+    """Returns whether the state of a parameter contains anything other than numbers and tensors of
+    its shape or of one element."""
     return not all(
         value.shape == shape or value.numel() == 1 if isinstance(value, Tensor) else is_plain(value)
         for value in state.values()
@@ -371,13 +370,13 @@ def _is_structured(state: dict[Any, Any], shape: tuple[int, ...]) -> bool:
 
 
 def _is_sum_of(found: _Outcome, alone: Sequence[_Outcome], other: _Outcome, start: Tensor) -> bool:
-    """Whether steps on two parameters did what steps on each of them do alone.
+    """Returns whether steps on two parameters had the same results as steps on each of them.
 
     Args:
-        found: on both.
-        alone: on each.
-        other: on the first and on one of other values in place of the second.
-        start: the first.
+        found: Results of steps on both.
+        alone: Results of steps on each.
+        other: Results of steps on the first, and on one with other values in place of the second.
+        start: Initial values of the first.
     """
     changes = [each.changes[0] for each in alone]
     last = len(found.common) - 1
@@ -393,7 +392,7 @@ def _is_sum_of(found: _Outcome, alone: Sequence[_Outcome], other: _Outcome, star
 
 
 def _same_numbers(found: Any, expected: Any) -> bool:
-    """Whether numbers in nested dicts and lists are equal up to rounding."""
+    """Returns whether numbers in nested dicts and lists are equal up to rounding."""
     one, other = list(map(_number, leaves_of(found))), list(map(_number, leaves_of(expected)))
     return len(one) == len(other) and all(
         math.isclose(a, b, rel_tol=_TOLERANCE_OF_BATCHES) or (a != a and b != b)
@@ -402,7 +401,7 @@ def _same_numbers(found: Any, expected: Any) -> bool:
 
 
 def _beside_tensors(state: dict[Any, Any], shape: Sequence[int]) -> list[Any]:
-    """State without tensors of the parameter's shape."""
+    """Returns the state without tensors of the parameter's shape."""
     return [
         value
         for value in state.values()
@@ -411,7 +410,7 @@ def _beside_tensors(state: dict[Any, Any], shape: Sequence[int]) -> list[Any]:
 
 
 def _number(leaf: Any) -> float:
-    """A number, or the only element of a tensor; 0 for others."""
+    """Returns a number, or the only element of a tensor; 0 for other objects."""
     if isinstance(leaf, Tensor):
         is_one = leaf.numel() == 1 and not leaf.is_complex() and not isinstance(leaf, DTensor)
         return float(leaf) if is_one else 0.0
@@ -421,7 +420,7 @@ def _number(leaf: Any) -> float:
 def _equal(
     found: Sequence[Tensor], expected: Sequence[Tensor], start: Tensor, tolerance: float
 ) -> bool:
-    """Whether changes are equal up to rounding of parameters like ``start``."""
+    """Returns whether changes are equal, up to rounding of parameters like ``start``."""
     if len(found) != len(expected):
         return False
     eps = torch.finfo(start.dtype).eps

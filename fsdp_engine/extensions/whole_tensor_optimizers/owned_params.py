@@ -1,4 +1,4 @@
-"""Parameters that have owners, and what the ranks that share them tell each other about a step."""
+"""Parameters with owners, and the messages about a step between the ranks that share them."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from fsdp_engine.optim.chunked_step import StepChunk, Stored
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
 from fsdp_engine.optim.step_placement import StatePlace
 
-_TAGS = 2, 3  # of messages of gradients and weights
+_TAGS = 2, 3  # tags of messages of gradients and of weights
 _version_of = attrgetter("_version")
 
 
 class TensorLeaf(NamedTuple):
-    """A tensor in the state of a parameter, as ranks that do not own it know it."""
+    """Description of a tensor in the state of a parameter, for ranks that do not own it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 class NumberLeaf(NamedTuple):
-    """A number in the state of a parameter, whose value ranks exchange after each step."""
+    """Description of a number in the state, whose value ranks exchange after each step."""
 
     kind: type
 
 
 class OtherLeaf(NamedTuple):
-    """Another object in the state of a parameter, that ranks exchange when it changes."""
+    """Description of another object in the state, which ranks exchange when it changes."""
 
     value: Any
 
 
 def described(value: Any) -> Any:
-    """The description of a value in the state of a parameter, which other ranks get."""
+    """Returns the description of a value in the state of a parameter, for other ranks."""
     if isinstance(value, Tensor):
         return TensorLeaf(tuple(value.shape), value.dtype)
     if isinstance(value, bool | int | float):
@@ -61,14 +61,14 @@ class OwnedParam:
     """A parameter that has an owner.
 
     Attributes:
-        param: of the model.
-        owned: its place and its owner.
-        name: for people.
-        is_mine: this rank is its owner.
-        groups: numbers of the param groups that it is in; none: it is not stepped.
-        whole: on the owner, the tensor that is stepped.
-        known: what its state looks like; None: it has none.
-        numbers: those in its state, in order; on ranks that do not own it.
+        param: The parameter of the model.
+        owned: Its site and its owner.
+        name: Name for messages.
+        is_mine: Whether this rank is the owner.
+        groups: Numbers of its param groups. Empty: it is not stepped.
+        whole: On the owner, the full tensor that is stepped.
+        known: Description of its state. None: it has no state.
+        numbers: On ranks that do not own it, the numbers in its state, in order.
     """
 
     param: Tensor
@@ -85,7 +85,7 @@ class OwnedParam:
 
     @property
     def is_current(self) -> bool:
-        """Whether the parameter was not converted."""
+        """Whether the memory of the parameter is unchanged, i.e. it was not converted."""
         return _memory_of(self.param) == self._local
 
     @property
@@ -94,7 +94,7 @@ class OwnedParam:
         return flat_slice(self.param)
 
     def placement(self, shape: Sequence[int]) -> FlatPlacement:
-        """Of a state tensor: all of it on the owner."""
+        """Returns the placement of a state tensor: the owner has all of it."""
         mesh = self.owned.site.buffer.mesh
         numel = torch.Size(shape).numel() if self.is_mine else 0
         groups = () if mesh.control_group is None else (mesh.control_group,)
@@ -110,14 +110,14 @@ class OwnedParam:
 
 
 def _memory_of(param: Any) -> tuple[object, int, torch.dtype]:
-    """Tells apart the memory of a parameter from others."""
+    """Returns an identifier of the memory of a parameter."""
     local = param._local_tensor if isinstance(param, FlatDTensor) else param
     key = storage_keys(local)[0] if local.numel() else None
     return key, int(local.storage_offset()), local.dtype
 
 
 def flat_slice(tensor: Any) -> Tensor:
-    """This rank's elements of a tensor, 1-D."""
+    """Returns this rank's elements of a tensor, 1-D."""
     if isinstance(tensor, FlatDTensor):
         return tensor.local
     detached: Tensor = tensor.detach()
@@ -125,19 +125,18 @@ def flat_slice(tensor: Any) -> Tensor:
 
 
 class Chunk(StepChunk):
-    """Parameters that are stepped together, of all ranks of a mesh.
+    """Parameters that are stepped together, over all ranks of a mesh.
 
     Args:
-        params: in one order on all ranks.
-        messages: theirs.
-        lanes: of the messages, and of compute.
-        place: of the state of those that this rank owns.
+        params: The parameters, in the same order on all ranks.
+        messages: The messages of these parameters.
+        lanes: The lanes of the engine.
+        place: The place for the state of parameters that this rank owns.
 
     Attributes:
-        params, messages, place: see the arguments.
-        mine: those that this rank owns, by number.
-        gradients: within a step, this rank's slices by number; None: there is no gradient, on no
-            rank.
+        params, messages, place: The arguments.
+        mine: The parameters that this rank owns, by number.
+        gradients: Within a step, this rank's gradient slices by number. None: no rank has one.
     """
 
     def __init__(
@@ -161,20 +160,20 @@ class Chunk(StepChunk):
         """Prepare a step.
 
         Args:
-            gradients: this rank's slices, by ``id`` of the parameter.
-            brings_weights: ranks have other weights than owners.
+            gradients: This rank's gradient slices, by ``id`` of the parameter.
+            brings_weights: Whether the weights of ranks differ from those of owners.
         """
         self.gradients = [gradients.get(id(each.param)) for each in self.params]
         self._brings_weights = brings_weights
 
     def bring(self) -> None:
-        """Begin to bring to this rank what the step reads: the state of what it owns, gradients,
-        and weights if ranks have other ones."""
+        """Start to copy the inputs of the step to this rank: the state of parameters that it owns,
+        gradients, and weights if they changed outside of steps."""
         self.place.bring()
         self.bring_messages()
 
     def bring_messages(self) -> None:
-        """As :meth:`bring`, without state."""
+        """Start to copy like :meth:`bring`, but without state."""
         lanes, messages = self._lanes, self.messages
         messages.fill(lanes.compute)
         now = lanes.compute.record()
@@ -183,13 +182,13 @@ class Chunk(StepChunk):
         self._brought = messages.bring_gradients(lanes.inner_reduce, now, self.gradients)
 
     def await_brought(self) -> None:
-        """Compute waits for what :meth:`bring` began."""
+        """Make compute wait for the copies that :meth:`bring` started."""
         assert self._brought is not None
         self._lanes.compute.wait(self._brought)
         self._brought = None
 
     def return_weights(self) -> None:
-        """Begin to bring stepped weights into all slices."""
+        """Start to send stepped weights to all ranks that hold slices of them."""
         lanes = self._lanes
         self.messages.fill(lanes.compute)
         self._returned = self.messages.return_weights(
@@ -197,7 +196,7 @@ class Chunk(StepChunk):
         )
 
     def await_weights(self) -> None:
-        """Compute waits for what :meth:`return_weights` began, and frees the messages."""
+        """Make compute wait for :meth:`return_weights`, and free the memory of messages."""
         compute = self._lanes.compute
         assert self._returned is not None
         compute.wait(self._returned)
@@ -205,29 +204,29 @@ class Chunk(StepChunk):
         self.drop_messages()
 
     def drop_messages(self) -> None:
-        """Free the memory of messages, and of gradients."""
+        """Free the memory of messages and the gradients."""
         self.gradients = ()
         self.messages.drain(self._lanes.compute)
 
     def leave(self) -> None:
-        """The step is over: free what it had on the device."""
+        """Free the device memory of a finished step."""
         self.await_weights()
         self.place.leave()
 
     def abandon(self) -> None:
-        """As :meth:`leave`, after the lanes have ended what they were given."""
+        """Free memory like :meth:`leave`, after the lanes have finished all operations."""
         self._brought = self._returned = None
         self.drop_messages()
         self.place.abandon()
 
     @property
     def locals(self) -> list[Tensor]:
-        """This rank's slices."""
+        """This rank's slices of the parameters."""
         return [each.local for each in self.params]
 
     @property
     def wholes(self) -> dict[int, Tensor]:
-        """What this rank owns, flat, by number."""
+        """Flat full tensors of the parameters that this rank owns, by number."""
         return {
             n: each.whole.detach().view(-1)
             for n, each in self.mine.items()
@@ -239,12 +238,13 @@ class MeshOwners:
     """The owned parameters that the ranks of one mesh share, and their messages.
 
     Args:
-        params: in one order on all ranks.
-        chunks: the number of each one's chunk.
-        make_place: makes the place of a chunk's state.
+        params: The parameters, in the same order on all ranks.
+        chunks: The number of the chunk of each parameter.
+        make_place: Returns a place for the state of a chunk.
 
     Attributes:
-        params, chunks: see the arguments; a chunk for each number.
+        params: The parameters.
+        chunks: The chunks.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class MeshOwners:
         self._allocate_wholes()
 
     def _allocate_wholes(self) -> None:
-        """Give owners memory for weights of which their slice is a part."""
+        """Allocate full tensors for owned parameters of which this rank holds only a slice."""
         mine = [each for each in self.params if each.is_mine]
         parts = [each for each in mine if each.local.numel() < each.owned.numel]
         self._wholes: list[Tensor] = []
@@ -294,22 +294,22 @@ class MeshOwners:
 
     @property
     def bytes_of_wholes(self) -> int:
-        """Of weights that this rank keeps as an owner, beside its slices."""
+        """Bytes of full weights that this rank keeps as an owner, beside its slices."""
         return sum(whole.nbytes for whole in self._wholes)
 
     def tell(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on some rank. Collective."""
+        """Returns whether ``flag`` is true on any rank. Collective."""
         self._before.start(bytearray([flag]))
         return bool(self._before.finish()[0])
 
     def share(self, stored: Stored) -> list[Stored]:
-        """What steps stored on all ranks. Collective."""
+        """Returns the values that steps stored in groups, of all ranks. Collective."""
         group = self.mesh.control_group
         found = gather_objects(stored, group, "values that a step stored in groups")
         return [each for each in found if isinstance(each, Stored)]
 
     def mean(self, loss: Any) -> Any:
-        """The mean of a loss over ranks, as a tensor without a graph. Collective."""
+        """Returns the mean of a loss over ranks, as a tensor without a graph. Collective."""
         if self.mesh.size == 1 or loss is None:
             return loss
         total = torch.as_tensor(loss, device=self.mesh.device).detach().clone()
@@ -317,16 +317,16 @@ class MeshOwners:
         return all_reduce_(total, self.mesh.control_group, what=what).div_(self.mesh.size)
 
     def start(self, gradients: Mapping[int, Tensor | None]) -> None:
-        """Tell other ranks which gradients there are, and whether weights changed."""
+        """Start to send which gradients this rank has and whether its weights changed."""
         has = bytes(gradients.get(id(each.param)) is not None for each in self.params)
         changed = self._is_cut and self._versions != self._find_versions()
         self._before.start(bytearray([changed]) + has + bytes(1 - byte for byte in has))
 
     def finish_start(self) -> bool:
-        """Whether weights changed on some rank.
+        """Finish :meth:`start`; returns whether weights changed on any rank.
 
         Raises:
-            RuntimeError: a parameter has a gradient on some ranks only.
+            RuntimeError: A parameter has a gradient on some ranks only.
         """
         changed, *flags = self._before.finish()
         num = len(self.params)
@@ -339,25 +339,25 @@ class MeshOwners:
         return bool(changed)
 
     def remember_versions(self) -> None:
-        """Weights are those that owners have."""
+        """Record that the weights of this rank are those of the owners."""
         self._versions = self._find_versions()
 
     def forget_versions(self) -> None:
-        """Owners may have other weights than ranks."""
+        """Record that the weights of this rank may differ from those of the owners."""
         self._versions = None
 
     def _find_versions(self) -> list[int]:
         return list(map(_version_of, [each.local for each in self.params]))
 
     def end(self, states: Mapping[Tensor, Any], *, failed: bool) -> bool:
-        """Exchange what the state of all parameters looks like, and its numbers. Collective.
+        """Exchange the structure and the numbers of the state of all parameters. Collective.
 
         Args:
-            states: the optimizer's.
-            failed: whether the step raised on this rank.
+            states: The state of the optimizer.
+            failed: Whether the step raised an exception on this rank.
 
         Returns:
-            Whether it raised on some rank.
+            Whether the step raised an exception on any rank.
         """
         is_new = False
         for each in self.params:
@@ -383,7 +383,7 @@ class MeshOwners:
         return bool(failed_somewhere)
 
     def _packed_numbers(self, states: Mapping[Tensor, Any]) -> bytearray:
-        """Those of this rank's parameters, and zeros for others'."""
+        """Returns the numbers of parameters that this rank owns, and zeros for other parameters."""
         packed = bytearray()
         for each in self.params:
             if each.is_mine:

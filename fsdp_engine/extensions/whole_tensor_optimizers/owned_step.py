@@ -1,30 +1,31 @@
-"""Steps optimizers that need whole tensors: each parameter on one rank, its owner.
+"""Steps of optimizers that need full tensors: one rank, the owner, steps each parameter.
 
 [Note: Owners]
-An optimizer such as Muon reads the whole matrix that it steps. So each such parameter has an
-*owner* among the ranks that share it ([Note: Choice of owners] in ``ownership.py``), which receives
-the slices of its reduced gradient, runs the unmodified ``step`` on whole tensors and returns the
-slices of its weights ([Note: Messages of owners] in ``owner_messages.py``). Parameters that the
-optimizer steps element by element ([Note: Trial of an optimizer] in ``behaviour.py``) are stepped
-on the slice of each rank. One that sums over a group, or over all groups, has one owner for these.
+An optimizer such as Muon reads the full matrix that it steps. So each such parameter has an *owner*
+among the ranks that share it ([Note: Choice of owners] in ``ownership.py``). The owner receives the
+slices of the reduced gradient, runs the unmodified ``step`` on full tensors and sends back the
+slices of the weights ([Note: Messages of owners] in ``owner_messages.py``). Each rank steps its own
+slices of parameters for which the step is elementwise ([Note: Trial of an optimizer] in
+``behaviour.py``). If a step sums over a group, or over all groups, one rank owns all of these
+parameters.
 
     gradients    g0  g1      g2
-    compute      e   s0      s1      s2         e: slices; s: whole tensors of a chunk
+    compute      e   s0      s1      s2         e: slices; s: full tensors of a chunk
     weights              w0      w1      w2
 
 A chunk has a few parameters of each rank; its messages overlap with the steps of its neighbours.
-There is memory for two chunks of gradients. [Note: Steps in chunks] in ``chunked_step.py`` tells
-which hyperparameters each chunk sees.
+There is memory for the gradients of two chunks. [Note: Steps in chunks] in ``chunked_step.py``
+describes which hyperparameters each chunk uses.
 
-Before a step all ranks tell each other, in one message of the hosts, which gradients they have (one
-that only some ranks have is an error on all) and whether weights changed since the last step. After
-it they tell whether it failed somewhere, and the numbers in the state of what each owns.
+Before a step all ranks exchange, in one message of the hosts, which gradients they have (a gradient
+on some ranks only is an error on all) and whether weights changed since the last step. After it
+they exchange whether the step failed, and the numbers in the state of the parameters they own.
 
-The optimizer's ``state`` has plain tensors of what this rank owns, of any shape, in any containers,
-and ``{}`` for parameters of other owners. ``state_dict()`` has the state of all parameters on all
-ranks: tensors as FlatDTensors of which the owner holds all elements and other ranks none.
-``load_state_dict()`` takes that, state of any other sharding, and plain full tensors; all ranks
-must call it.
+The optimizer's ``state`` has plain tensors for parameters that this rank owns, of any shape, in any
+containers, and ``{}`` for parameters of other owners. ``state_dict()`` has the state of all
+parameters on all ranks, with tensors as FlatDTensors of which the owner holds all elements and
+other ranks none. ``load_state_dict()`` accepts these, state of any other sharding, and plain full
+tensors; all ranks must call it.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 
 _MOST_CHUNKS = 8
-# Of one rank in one chunk, at least.
+# Minimum number of elements of one rank in one chunk.
 _CHUNK_ELEMENTS = 2**20
 
 
 def _shape_of(param: Any) -> tuple[int, ...] | None:
-    """The shape of a sharded parameter on this rank and its data-parallel peers; None of a tensor
-    that is not one."""
+    """Returns the shape of a sharded parameter on this rank and its data-parallel peers; None for
+    other tensors."""
     if (site := site_of(param)) is not None:
         return site.shape
     return tuple(param.flat_placement.sharded_shape) if isinstance(param, FlatDTensor) else None
@@ -109,8 +110,8 @@ def _site(param: Tensor) -> ParamSite:
 
 
 def _central_part(site: ParamSite) -> tuple[Sequence[int], int]:
-    """The ranks that hold the middle element of a parameter, and the elements that each of them
-    holds; none if all ranks hold all of it."""
+    """Returns the ranks that hold the middle element of a parameter, and the number of elements
+    that each of them holds. Returns no ranks if all ranks hold all elements."""
     layout, mesh, depth = site.buffer.layout, site.buffer.mesh, site.buffer.depth
     if depth == 0:
         return (), 0
@@ -143,8 +144,8 @@ def _check_whole(param: Any, optimizer: str) -> None:
     """Check that a parameter can have an owner.
 
     Raises:
-        ValueError: it is a DTensor over other mesh dimensions, of no engine, or elsewhere than on
-            the device.
+        ValueError: The parameter is a DTensor over other mesh dimensions, belongs to no engine, or
+            is not on the device.
     """
     name, site = _name_of(param), site_of(param)
     placement = param.flat_placement if isinstance(param, FlatDTensor) else None
@@ -171,7 +172,7 @@ def _check_together(params: Sequence[Tensor], optimizer: Any) -> None:
     """Check that parameters that are stepped at once are shared by the same ranks.
 
     Raises:
-        ValueError: they are not, so that no rank has all of them.
+        ValueError: They are shared by different ranks, so no rank could own all of them.
     """
     if len(params) < 2:
         return
@@ -194,7 +195,7 @@ def _ranks_of(param: Tensor) -> str:
 
 
 def _chunks_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> list[int]:
-    """The chunk of each item: in each, every rank has about the same share of its work."""
+    """Returns the chunk of each item. A rank has about the same share of its work in each chunk."""
     of_rank: list[list[int]] = [[] for _ in range(num_ranks)]
     for number, owner in enumerate(owners):
         of_rank[owner].append(number)
@@ -217,14 +218,14 @@ def _as_number(key: Any) -> tuple[bool, Any]:
 
 
 def _is_as_kept(leaf: Any, each: OwnedParam) -> bool:
-    """Whether a loaded value lies where its owner has it, or everywhere."""
+    """Returns whether a loaded value is stored on its owner only, or is plain on all ranks."""
     if isinstance(leaf, FlatDTensor):
         return leaf.flat_placement == each.placement(leaf.shape)
     return not isinstance(leaf, DTensor)
 
 
 def _whole(each: OwnedParam, gathers: bool, leaf: Any) -> Any:
-    """A loaded value, whole on its owner; on others its shape."""
+    """Returns a loaded value: unsharded on its owner; on other ranks only the shape is used."""
     if not isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, DTensor):
@@ -236,7 +237,7 @@ def _whole(each: OwnedParam, gathers: bool, leaf: Any) -> Any:
 
 
 def _empty(each: OwnedParam, leaf: Any) -> Any:
-    """A loaded tensor on ranks that do not own it: without elements."""
+    """Returns a loaded tensor for ranks that do not own it: without elements."""
     if not isinstance(leaf, Tensor):
         return leaf
     local = allocator.empty(0, leaf.dtype, each.param.device)
@@ -244,7 +245,7 @@ def _empty(each: OwnedParam, leaf: Any) -> Any:
 
 
 def _settled(now: Any, loaded: Any) -> Any:
-    """State after a load: the state ``now``, with whole tensors where it has others."""
+    """Returns the state ``now`` after a load, with sharded tensors replaced by the full ones."""
     if isinstance(now, Mapping):
         return {key: _settled(value, loaded[key]) for key, value in now.items()}
     if type(now) in (list, tuple):
@@ -256,16 +257,16 @@ class OwnedStep(ChunkedStep):
     """Step hooks of an optimizer some of whose parameters have owners. See [Note: Owners].
 
     Args:
-        optimizer: its step takes one tensor, one group or all at once.
-        whole: patterns of names of parameters that it steps whole, each by itself; of others, a
-            trial says what it needs.
-        placement: where the state of its parameters is between steps.
+        optimizer: An optimizer whose step needs a tensor, a group or all tensors at once.
+        whole: Name patterns of parameters that are stepped as full tensors, each by itself. Other
+            parameters are tried.
+        placement: The place of the state between steps.
 
     Attributes:
-        needs: what the optimizer needs at once for each parameter, by name.
+        needs: What a step needs at once for each parameter, by name.
 
     Raises:
-        ValueError: a trial step failed, or a parameter cannot have an owner.
+        ValueError: A trial step failed, or a parameter cannot have an owner.
     """
 
     def __init__(
@@ -282,32 +283,32 @@ class OwnedStep(ChunkedStep):
         self._slices = Slices([])
         self._plain: list[Slot] = []
         self._reads: list[Any] = []
-        # Parameters whose state was loaded since the last step, with what their owner has.
+        # Parameters whose state was loaded since the last step, with the loaded state.
         self._loaded: list[tuple[OwnedParam, Any]] = []
         self.needs: dict[str, Needs] = {}
         self._work: dict[int, float] = {}  # by id of the parameter
         self._shares: list[str] = []
-        self._last: Any = None  # within a step, the shadow that torch steps
+        self._last: Any = None  # the shadow that torch steps, within a step
         self._refresh(optimizer)
         self._takes_nothing = self._try_without_parameters(optimizer)
 
     @property
     def has_owners(self) -> bool:
-        """Whether some parameter has an owner."""
+        """Whether any parameter has an owner."""
         return bool(self._owners)
 
     def keeps_full_state(self, param: Tensor) -> bool:
-        """See :class:`StepHook`: those that have owners do."""
+        """See :class:`StepHook`. Owned parameters have full state."""
         return id(param) in self._owned
 
     def register(self, optimizer: Optimizer) -> None:
-        """Hook it to its optimizer."""
+        """Register the hooks of the optimizer."""
         super().register(optimizer)
         optimizer.register_state_dict_post_hook(self._complete_state_dict)
         optimizer.register_load_state_dict_post_hook(self._take_loaded)
 
     def describe(self, params: Collection[int]) -> str:
-        """See :class:`StepHook`: which parameters are stepped how, and this rank's share."""
+        """See :class:`StepHook`. Lists the kinds of steps, and the shares of owners."""
         if self._owned.keys().isdisjoint(params):
             return ""
         kind, needs = type(self._optimizer()).__name__, list(self.needs.values())
@@ -325,18 +326,18 @@ class OwnedStep(ChunkedStep):
     # Owners.
 
     def _refresh(self, optimizer: Any, *, takes_state: bool = True) -> None:
-        """Choose owners for parameters that have none, and note which groups parameters are in.
+        """Choose owners for parameters that have none, and record the groups of parameters.
 
-        A parameter that left its group keeps its owner and its state, as it does in torch, and has
-        no gradient until it is in a group again.
+        A parameter that was removed from its group keeps its owner and its state, like in torch,
+        and has no gradient until it is in a group again.
 
         Args:
-            optimizer: its param groups may have been edited.
-            takes_state: whether owners take the state of parameters that had none.
+            optimizer: The optimizer, whose param groups may have changed.
+            takes_state: Whether new owners take over the existing state of their parameters.
 
         Raises:
-            RuntimeError: a parameter was converted.
-            ValueError: parameters that are stepped at once have several owners.
+            RuntimeError: A parameter was converted.
+            ValueError: Parameters that are stepped at once have several owners.
         """
         self._check_converted()
         if (groups := self._changed_groups(optimizer)) is None:
@@ -384,7 +385,7 @@ class OwnedStep(ChunkedStep):
         """Check that parameters that are stepped at once have one owner, or none.
 
         Raises:
-            ValueError: one was added to others, or was moved.
+            ValueError: A parameter was added to such a set, or moved to another one.
         """
         units = [self._unit_of.get(id(param)) for param in params]
         for param, unit in zip(params, units, strict=True):
@@ -399,13 +400,13 @@ class OwnedStep(ChunkedStep):
 
     @torch.no_grad()
     def _take_state_of_slices(self, optimizer: Any, added: Sequence[MeshOwners]) -> None:
-        """Owners of parameters that had none take the state that there is. Collective."""
+        """Move the existing state of parameters to their new owners. Collective."""
         for each in chain.from_iterable(owners.params for owners in added):
             if state := optimizer.state.get(each.param):
                 self._put(optimizer, each, map_leaves(partial(_whole, each, True), state))
 
     def _units_of(self, optimizer: Any) -> list[list[tuple[int, Tensor]]]:
-        """Parameters that one rank steps together, with the numbers of their groups."""
+        """Returns sets of parameters that one rank steps together, with numbers of their groups."""
         trials: Trials | None = None
         units: list[list[tuple[int, Tensor]]] = []
         coupled = Needs.ELEMENT
@@ -444,7 +445,7 @@ class OwnedStep(ChunkedStep):
         return units
 
     def _add_owners(self, mesh: DataMesh, units: list[list[tuple[int, Tensor]]]) -> None:
-        """Choose owners among the ranks of ``mesh``."""
+        """Choose owners for sets of parameters among the ranks of ``mesh``."""
         items = []
         for unit in units:
             sites = [_site(param) for _, param in unit]
@@ -504,7 +505,7 @@ class OwnedStep(ChunkedStep):
         failures = [
             owners.end(optimizer.state, failed=error is not None) for owners in self._owners
         ]
-        if self._is_coupled:  # the owner of a group alone knows what its step stored there
+        if self._is_coupled:  # Only the owner of a group has the values that its step stored there.
             for owners in self._owners:
                 for stored in owners.share(self._shadows.stored):
                     self._shadows.adopt(stored)
@@ -526,7 +527,7 @@ class OwnedStep(ChunkedStep):
     def _step_all(
         self, optimizer: Any, arguments: list[Any], kwargs: dict[str, Any]
     ) -> Exception | None:
-        """Step all chunks; returns the first error of a step, which others need not wait for."""
+        """Step all chunks; returns the first error of a step. Messages continue after an error."""
         self._wait_for_gradients()
         error: Exception | None = None
 
@@ -535,7 +536,7 @@ class OwnedStep(ChunkedStep):
             if error is None:
                 try:
                     step()
-                except Exception as caught:  # of the optimizer; others wait for weights
+                except Exception as caught:  # Continue: other ranks wait for weights.
                     error = caught
 
         def step_chunk(chunk: Chunk) -> None:
@@ -560,11 +561,11 @@ class OwnedStep(ChunkedStep):
     def _step_jointly(
         self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Exception | None, Any]:
-        """Step all parameters on one rank, whose step may call the closure several times (a line
-        search does). All ranks call it then, with the weights that the owner has at that moment.
+        """Step all parameters on one rank, whose step may call the closure several times, as a line
+        search does. All ranks call the closure each time, with the owner's current weights.
 
         Returns:
-            An error of the step on this rank, and the first loss: the mean over ranks.
+            The error of the step on this rank, if any, and the first loss: the mean over ranks.
         """
         (owners,) = self._owners
         (chunk,) = owners.chunks
@@ -601,11 +602,11 @@ class OwnedStep(ChunkedStep):
 
         if chunk.mine:
             chunk.place.bring()
-            chunk.begin({}, brings_weights=False)  # closures bring gradients
+            chunk.begin({}, brings_weights=False)  # Each call of the closure sends gradients.
             arguments, named = with_closures(args, kwargs, on_owner)
             try:
                 self._step_chunk(optimizer, chunk, arguments, named)
-            except Exception as caught:  # others wait for weights
+            except Exception as caught:  # Continue: other ranks wait for weights.
                 error = caught
             owners.tell(False)
         else:
@@ -622,7 +623,7 @@ class OwnedStep(ChunkedStep):
 
     @staticmethod
     def _gradients(owners: MeshOwners) -> dict[int, Tensor | None]:
-        """This rank's slices of gradients, by id of the parameter."""
+        """Returns this rank's slices of gradients, by id of the parameter."""
         params = [each.param for each in owners.params if each.groups]
         flat = [param for param in params if isinstance(param, FlatDTensor)]
         found = {id(param): param.grad for param in params if not isinstance(param, FlatDTensor)}
@@ -633,7 +634,7 @@ class OwnedStep(ChunkedStep):
     def _step_chunk(
         self, optimizer: Any, chunk: Chunk, arguments: list[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Step what this rank owns of a chunk."""
+        """Step the parameters of a chunk that this rank owns."""
         mine = chunk.mine
         if not mine:
             return
@@ -690,8 +691,8 @@ class OwnedStep(ChunkedStep):
                 slot.keep(optimizer.state.setdefault(slot.param, {}), state)
 
     def _dummies(self) -> dict[int, Tensor]:
-        """A parameter of one element for each group, by ``id`` of the one that it replaces; none:
-        the step takes groups without parameters."""
+        """Returns a parameter of one element for each group, by ``id`` of the parameter that it
+        replaces. Empty if the step accepts groups without parameters."""
         dummies: dict[int, Tensor] = {}
         for like in (params[0] for params in self._groups if params and not self._takes_nothing):
             shape = (1,) * like.ndim
@@ -700,7 +701,7 @@ class OwnedStep(ChunkedStep):
         return dummies
 
     def _try_without_parameters(self, optimizer: Any) -> bool:
-        """Whether the step takes groups without parameters."""
+        """Returns whether the step accepts groups without parameters."""
         try:
             self._shadows.function(self._without_parameters(optimizer, {}))
         except Exception:
@@ -710,23 +711,23 @@ class OwnedStep(ChunkedStep):
     def finish(self, optimizer: Any) -> None:
         """See :class:`StepHook`."""
         if self._takes_nothing and not self._is_coupled:
-            # Counters of groups of which this rank owns nothing. Of others it may store nonsense.
+            # Keep counters of groups of which this rank owns nothing. Coupled steps would be wrong.
             self._shadows.keep(self._last, range(len(self._groups)), self._shadows.stepped)
-        self._last = None  # it refers to hooks
+        self._last = None  # The shadow refers to hooks.
         super().finish(optimizer)
         self._note_changed()
         for owners in self._owners:
             owners.remember_versions()
 
     def _note_changed(self) -> None:
-        """Tell the engine that weights changed: on all ranks, also on those without elements, and
+        """Mark weights as changed for the engine, on all ranks, also on those without elements and
         for fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
         torch.autograd.graph.increment_version(
             [*self._slices.locals, *(each.local for each in self._owned.values())]
         )
 
     def _abandon(self) -> None:
-        """A message failed: its error is the one to be raised."""
+        """Free all chunks after a failed message. The caller raises its error."""
         self._slices.clear_gradients()
         self._placement.drain()
         self._place_of_slices.abandon()
@@ -747,7 +748,7 @@ class OwnedStep(ChunkedStep):
         return FlatDTensor.from_flat_local(local, placement)
 
     def _complete_state_dict(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """State dict post-hook: add the state of parameters of other owners."""
+        """State dict post-hook: add the state of parameters that other ranks own."""
         self._placement.wait()
         states = dict(state_dict["state"])
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -755,7 +756,7 @@ class OwnedStep(ChunkedStep):
             if (each := self._owned.get(id(param))) is None:
                 continue
             states.pop(index, None)
-            # Other ranks have an empty entry where there is state, unless the user has reset it.
+            # On other ranks an empty entry means that there is state, unless the user reset it.
             has_state = (
                 bool(optimizer.state.get(param)) if each.is_mine else param in optimizer.state
             )
@@ -786,8 +787,8 @@ class OwnedStep(ChunkedStep):
 
     @torch.no_grad()
     def _take_loaded(self, optimizer: Any) -> None:
-        """Load post-hook: owners keep whole tensors, other ranks what they look like."""
-        for each in self._owned.values():  # which a loaded dict may lack
+        """Load post-hook: owners keep full tensors, other ranks the structure of the state."""
+        for each in self._owned.values():  # A loaded dict may lack some of them.
             each.known, each.numbers = None, []
         self._refresh(optimizer, takes_state=False)
         self._loaded.clear()
@@ -821,8 +822,8 @@ class OwnedStep(ChunkedStep):
         optimizer.state[each.param] = values if each.is_mine else {}
 
     def _settle(self, optimizer: Any) -> None:
-        """Before a step: a ``load_state_dict`` that reads and changes what torch's has loaded, as
-        pytorch_optimizer's does, has returned."""
+        """Settle loaded state before a step. A ``load_state_dict`` may read and change the state
+        that torch's has loaded (pytorch_optimizer's does); it has returned by now."""
         for each, values in self._loaded:
             now = optimizer.state.get(each.param) or {}
             if each.is_mine and now:
@@ -843,7 +844,7 @@ def _describe_shares(shares: Sequence[Item], rank: int, num_items: int) -> str:
 
 
 class OwnedSteps(WholeTensorSteps):
-    """See :class:`WholeTensorSteps`."""
+    """Steps of optimizers that need full tensors. See :class:`WholeTensorSteps`."""
 
     @staticmethod
     def make_hook(

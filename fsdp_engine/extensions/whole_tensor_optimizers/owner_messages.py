@@ -1,22 +1,22 @@
-"""The messages that bring gradients to the owners of parameters, and weights back.
+"""Messages that send gradients to the owners of parameters, and weights back.
 
 [Note: Messages of owners]
-A message of gradients takes each part of a parameter from a rank that holds it to the owner; a
-message of weights takes the parts of the stepped tensor to all ranks that hold them. Both are one
-all-to-all over the ranks that share the parameters, in bytes, and their tables are made once:
+A message of gradients sends the parts of a parameter from the ranks that hold them to the owner. A
+message of weights sends the parts of the stepped tensor to all ranks that hold them. Both are one
+all-to-all of bytes over the ranks that share the parameters. Their tables are computed once:
 
     rank      0        1        2                 rank      0        1        2
     gradient  a a a b  b b c c  c c c c           weights   a a a .  . b b b  c c c c ..
                     \\  \\__________               owner       \\________ | _______/
     owner     a a a .  . b b b  c c c c ..        slices    a a a b  b b c c  c c c c
 
-An owner has whole weights between steps, unless its own slice is the whole parameter; so weights
-travel once, as gradients do. A weight that something else than the step changed (a checkpoint, the
-user) travels to its owner with the next step, in a third message like that of gradients: ranks tell
-each other before each step whether there is one.
+An owner keeps full weights between steps, unless its own slice is the full parameter, so weights
+are sent only once per step, like gradients. Weights that were changed outside of a step (by a
+checkpoint or the user) are sent to their owners in the next step, in a third message like that of
+gradients. Before each step ranks exchange whether there are such weights.
 
 Replicas (an axis that does not shard) send nothing to each other before the step, since each row of
-ranks has all gradients, and their parameters have one owner together.
+ranks has all gradients; a parameter has one owner for all replicas.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fsdp_engine.extensions.whole_tensor_optimizers.parameter_sites import Param
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import Memory, begin_together
 
-# Role of the memory of messages in the ledger.
+# The role of the memory of messages in ledgers.
 ROLE = "optimizer"
-# Parts begin at multiples of so many bytes.
+# Parts start at multiples of this number of bytes.
 _ALIGNMENT = 16
 
 
@@ -44,9 +44,9 @@ class Owned(NamedTuple):
     """A parameter that is stepped by its owner.
 
     Attributes:
-        site: its place.
-        owner: the rank of the site's mesh.
-        dtype: of its main weights.
+        site: The site of the parameter.
+        owner: The owner's rank in the mesh of the site.
+        dtype: The dtype of the main weights.
     """
 
     site: ParamSite
@@ -55,12 +55,12 @@ class Owned(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Of the whole parameter."""
+        """Number of elements of the unsharded parameter."""
         return math.prod(self.site.shape)
 
 
 def sources_for(site: ParamSite, rank: int) -> range:
-    """The ranks whose parts, put together, are the parameter: those nearest to ``rank``."""
+    """Returns the ranks nearest to ``rank`` that together hold all parts of the parameter."""
     mesh, depth = site.buffer.mesh, site.buffer.depth
     if depth == 2:
         return range(mesh.size)
@@ -73,9 +73,9 @@ class Part(NamedTuple):
     """A part of a parameter in a message.
 
     Attributes:
-        peer: the other rank.
-        number: of the parameter among those of the chunk.
-        start, stop: elements of the parameter.
+        peer: The other rank.
+        number: Number of the parameter in the chunk.
+        start, stop: Range of elements of the parameter.
     """
 
     peer: int
@@ -85,16 +85,17 @@ class Part(NamedTuple):
 
 
 class MessageTable:
-    """The parts that this rank sends and receives, and where they lie.
+    """The parts that this rank sends and receives, and their places in the memory of messages.
 
     Args:
-        sent: in the order of peers.
-        received: in the order of peers.
-        dtypes: of each parameter.
-        num_ranks: of the mesh.
+        sent: The parts to send, in the order of peers.
+        received: The parts to receive, in the order of peers.
+        dtypes: The dtype of each parameter.
+        num_ranks: Number of ranks of the mesh.
 
     Attributes:
-        sent_sizes, received_sizes: bytes by rank.
+        sent, received: The arguments.
+        sent_sizes, received_sizes: Number of bytes for each rank.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class MessageTable:
         return round_up(num_bytes, _ALIGNMENT)
 
     def views(self, parts: Sequence[Part], memory: Tensor) -> list[Tensor]:
-        """A tensor for each part, over ``memory``."""
+        """Returns a tensor over ``memory`` for each part."""
         found, at = [], 0
         for part in parts:
             dtype = self._dtypes[part.number]
@@ -130,12 +131,13 @@ class MessageTable:
 
 
 def _parts(chunk: Sequence[Owned], rank: int, *, to_all: bool) -> tuple[list[Part], list[Part]]:
-    """The parts that ``rank`` as an owner exchanges with holders, and as a holder with owners.
+    """Returns the parts that ``rank`` exchanges as an owner with holders, and as a holder with
+    owners.
 
     Args:
-        chunk: the parameters, in one order on all ranks.
-        rank: this one.
-        to_all: with all that hold a part; False: with those that are near enough to be its source.
+        chunk: The parameters, in the same order on all ranks.
+        rank: This rank.
+        to_all: Include all holders. False: only the holders nearest to the owner.
     """
     as_owner, as_holder = [], []
     for number, (site, owner, _) in enumerate(chunk):
@@ -153,18 +155,18 @@ def _parts(chunk: Sequence[Owned], rank: int, *, to_all: bool) -> tuple[list[Par
 
 
 class ChunkMessages:
-    """The messages of parameters that are stepped together, one set on each rank.
+    """The messages of parameters that are stepped together.
 
     Args:
-        chunk: these parameters, in one order on all ranks.
-        memory: of their engine.
-        gradients, weights: what sends the messages.
-        tags: two numbers, which no other messages in flight have.
+        chunk: The parameters, in the same order on all ranks.
+        memory: The memory manager of the engine.
+        gradients, weights: Communicators for the messages. None: there is one rank.
+        tags: Two numbers that no other messages in flight use.
 
     Attributes:
-        mine: numbers of the parameters that this rank owns.
-        gradients: by number, whole, while there is memory.
-        num_bytes: of the memory.
+        mine: Numbers of the parameters that this rank owns.
+        gradients: Full gradients by number, valid while memory is allocated.
+        num_bytes: Number of bytes of the memory.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class ChunkMessages:
         self._weights_in = MessageTable(sent, received, dtypes, mesh.size)
         self._out = MessageTable(returned, taken, dtypes, mesh.size)
         self._own = [Part(rank, n, *chunk[n].site.range_of(rank)) for n in self.mine]
-        # The memory of a message serves the next one.
+        # All messages use the same memory.
         brought = self._in, self._weights_in
         as_holder = max(sum(self._out.received_sizes), *(sum(each.sent_sizes) for each in brought))
         as_owner = max(sum(self._out.sent_sizes), *(sum(each.received_sizes) for each in brought))
@@ -209,23 +211,23 @@ class ChunkMessages:
             }
 
     def fill(self, compute: Lane) -> None:
-        """Take memory."""
+        """Allocate the memory of the messages."""
         compute.manage("allocate messages of owners", self._storage.fill, self._storage)
 
     def drain(self, compute: Lane) -> None:
-        """Free the memory."""
+        """Free the memory of the messages."""
         compute.manage("free messages of owners", self._storage.drain, self._storage)
 
     def bring_gradients(self, lane: Lane, after: Ticket, slices: Sequence[Tensor | None]) -> Ticket:
-        """Begin to bring gradients to owners.
+        """Start to send gradients to their owners.
 
         Args:
-            lane: of the message.
-            after: what it comes after.
-            slices: this rank's, 1-D, by number; None: there is no gradient, on no rank.
+            lane: The lane of the message.
+            after: The ticket to wait for first.
+            slices: This rank's gradient slices, 1-D, by number. None: no rank has a gradient.
 
         Returns:
-            The point from which on :attr:`gradients` are there.
+            A ticket after which :attr:`gradients` are complete.
         """
         targets = {number: grad.view(-1) for number, grad in self.gradients.items()}
         return self._submit(lane, "gradients to owners", after, slices, targets, self._in)
@@ -233,19 +235,19 @@ class ChunkMessages:
     def bring_weights(
         self, lane: Lane, after: Ticket, slices: Sequence[Tensor], wholes: dict[int, Tensor]
     ) -> Ticket:
-        """Begin to bring weights to owners, as :meth:`bring_gradients`, into ``wholes``."""
+        """Start to send weights to their owners, into ``wholes``; see :meth:`bring_gradients`."""
         return self._submit(lane, "weights to owners", after, slices, wholes, self._weights_in)
 
     def return_weights(
         self, lane: Lane, after: Ticket, slices: Sequence[Tensor], wholes: dict[int, Tensor]
     ) -> Ticket:
-        """Begin to bring stepped weights from their owners into all slices.
+        """Start to send stepped weights from their owners to all slices.
 
         Args:
-            lane: of the message.
-            after: what it comes after.
-            slices: this rank's, 1-D, by number.
-            wholes: those of this rank's parameters, flat.
+            lane: The lane of the message.
+            after: The ticket to wait for first.
+            slices: This rank's slices, 1-D, by number.
+            wholes: Flat full tensors of the parameters that this rank owns, by number.
         """
         return self._submit(lane, "weights from owners", after, slices, wholes, self._out)
 
@@ -258,7 +260,7 @@ class ChunkMessages:
         wholes: dict[int, Tensor],
         table: MessageTable,
     ) -> Ticket:
-        """Begin to copy parts between ``slices`` and ``wholes``, in the direction of ``table``."""
+        """Copy parts between ``slices`` and ``wholes``, in the direction of ``table``."""
 
         def part_of_slice(part: Part) -> Any:
             return slices[part.number]
@@ -272,7 +274,7 @@ class ChunkMessages:
 
         def steps() -> Steps:
             _copy(table.views(table.sent, sent), map(source, table.sent))
-            # A slice that is the whole parameter is stepped in place.
+            # A slice that is the full parameter is stepped in place and needs no copy.
             own = [p for p in self._own if source(p) is not None]
             own = [p for p in own if not begin_together(target(p), source(p))]
             _copy(map(target, own), map(source, own))

@@ -1,19 +1,20 @@
-"""Which rank steps which parameter, if an optimizer needs whole tensors. Pure numbers.
+"""Choice of the rank that steps each parameter, for optimizers that need full tensors.
 
 [Note: Choice of owners]
 Each parameter gets one owner among the ranks that share it. The busiest rank bounds the time of a
-step, and the rank with the most state bounds memory. So both are balanced: parameters are taken in
-the order of their share of all work or of all elements, whichever is larger, and each goes to a
-rank that holds its middle, as long as that has less than the mean with it, and otherwise to the
-rank whose larger share is the smallest so far (longest processing time first, R. L. Graham, "Bounds
-on multiprocessing timing anomalies", 1969: at most 4/3 of the best). Afterwards single parameters
-of the busiest rank are moved, or swapped, where that lowers its share.
+step, and the rank with the most state bounds memory, so both are balanced. Parameters are assigned
+in descending order of their share of all work or of all elements, whichever is larger. Each is
+assigned to a rank that holds its middle element, if that rank then still has at most the mean;
+otherwise to the rank whose larger share is the smallest so far (longest processing time first, R.
+L. Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 of the optimum).
+Afterwards single parameters of the busiest rank are moved or swapped if that lowers its share.
 
-With few ranks many parameters lie on one rank as a whole, and those that are cut can go to any. So
-a second attempt takes first those of which most lies on one rank. It is kept if its largest share
-is not above the other's by more than ``_TOLERANCE``, and less travels.
+With few ranks many parameters are completely on one rank, and the owners of parameters on several
+ranks matter little. So a second attempt first assigns parameters with the most elements on one
+rank. It is used if its largest share exceeds that of the first by at most ``_TOLERANCE`` and fewer
+elements are communicated.
 
-The result depends on shapes alone, so ranks need not agree on it. No share can be below
+The result depends only on shapes, so all ranks compute the same. No largest share can be below
 :func:`least_share`.
 """
 
@@ -24,21 +25,21 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Parameters of one rank that are compared with those of others, in each attempt to improve.
+# Maximum number of parameters and of ranks that each attempt to improve compares.
 _MOST_COMPARED = 64
 _MOST_ATTEMPTS = 4096
-# Of the largest share, for messages that are shorter.
+# Accepted increase of the largest share, relative to it, if fewer elements are communicated.
 _TOLERANCE = 0.01
 
 
 class Item(NamedTuple):
-    """A parameter to be owned.
+    """A parameter, or several that are stepped at once, to assign to an owner.
 
     Attributes:
-        work: of its step, in any unit.
-        numel: its elements.
-        near: ranks that would receive the least of it.
-        numel_near: elements that each of them holds.
+        work: Work of its step, in any unit.
+        numel: Number of elements.
+        near: Ranks that hold its middle element.
+        numel_near: Number of its elements that each of these ranks holds.
     """
 
     work: float
@@ -48,26 +49,27 @@ class Item(NamedTuple):
 
 
 def shorter_side(shape: Sequence[int]) -> int:
-    """Of a tensor as a matrix, whose rows are the first dim."""
+    """Returns the shorter side of a tensor as a matrix whose rows are the first dim."""
     rows = shape[0] if shape else 1
     return min(rows, math.prod(shape[1:]))
 
 
 def step_work(shape: Sequence[int], *, multiplies: bool) -> float:
-    """Work of a step.
+    """Returns the work of a step.
 
     Args:
-        shape: of the parameter.
-        multiplies: whether matrices of its size are multiplied or decomposed: ``rows * columns *
-            min(rows, columns)``, that of a product with the Gram matrix (Newton-Schulz iterations
-            of Muon, K. Jordan et al. 2024), and of decompositions. Else its elements.
+        shape: Shape of the parameter.
+        multiplies: Whether matrices of its size are multiplied or decomposed. If so, the work is
+            ``rows * columns * min(rows, columns)``, that of a decomposition or a product with the
+            Gram matrix (Newton-Schulz iterations of Muon, K. Jordan et al. 2024). Otherwise it is
+            the number of elements.
     """
     return float(math.prod(shape) * (shorter_side(shape) if multiplies else 1))
 
 
 def least_share(work: Sequence[float], num_ranks: int) -> float:
-    """The work that the busiest rank has at least: the mean, or, since one rank has ``k + 1`` of
-    the ``k * num_ranks + 1`` largest items, the ``k + 1`` smallest of these, for any ``k``."""
+    """Returns a lower bound of the busiest rank's work: the mean; or, since some rank has ``k + 1``
+    of the ``k * num_ranks + 1`` largest items, the ``k + 1`` smallest of these, for any ``k``."""
     most = sorted(work, reverse=True)
     counts = range(-(-len(most) // num_ranks))
     crowds = (sum(most[k * num_ranks - k : k * num_ranks + 1]) for k in counts)
@@ -75,7 +77,7 @@ def least_share(work: Sequence[float], num_ranks: int) -> float:
 
 
 class _Shares:
-    """Each rank's share of work and elements, and its items."""
+    """Each rank's shares of all work and of all elements, and its items."""
 
     def __init__(self, items: Sequence[Item], num_ranks: int) -> None:
         work = sum(item.work for item in items) or 1.0
@@ -93,7 +95,7 @@ class _Shares:
 
     @property
     def largest(self) -> float:
-        """Of all ranks."""
+        """The largest share of any rank."""
         return max(map(self.larger, range(len(self.items))))
 
     def larger(self, rank: int) -> float:
@@ -113,7 +115,7 @@ class _Shares:
         self.elements[rank] += sign * elements
 
     def after(self, rank: int, added: int | None, removed: int | None) -> float:
-        """The larger share of a rank if it had one item more, or one less."""
+        """Returns the larger share of a rank with one item added, or removed, or both."""
         work, elements = self.work[rank], self.elements[rank]
         for number, sign in ((added, 1.0), (removed, -1.0)):
             if number is not None:
@@ -126,8 +128,8 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
     """Choose the owner of each item. See [Note: Choice of owners].
 
     Args:
-        items: parameters, in one order on all ranks.
-        num_ranks: among which owners are chosen.
+        items: The items, in the same order on all ranks.
+        num_ranks: Number of ranks among which owners are chosen.
 
     Returns:
         The rank of each item.
@@ -146,17 +148,17 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
 
 
 def numel_held(items: Sequence[Item], owners: Sequence[int]) -> int:
-    """Elements that lie with their owners already."""
+    """Returns the number of elements that their owners hold already."""
     pairs = zip(items, owners, strict=True)
     return sum(item.numel_near for item, owner in pairs if owner in item.near)
 
 
 def _assign(items: Sequence[Item], order: Sequence[int], num_ranks: int) -> _Shares:
-    """Choose owners for items in this order."""
+    """Choose owners for items in the given order."""
     shares = _Shares(items, num_ranks)
     heap = [(0.0, rank) for rank in range(num_ranks)]
     for number in order:
-        while heap[0][0] != shares.larger(heap[0][1]):  # it has got something meanwhile
+        while heap[0][0] != shares.larger(heap[0][1]):  # The share in the heap is outdated.
             heapq.heapreplace(heap, (shares.larger(heap[0][1]), heap[0][1]))
         near = min(items[number].near, key=shares.larger, default=heap[0][1])
         fits = shares.after(near, number, None) <= 1 / num_ranks
@@ -168,7 +170,7 @@ def _assign(items: Sequence[Item], order: Sequence[int], num_ranks: int) -> _Sha
 
 
 def _improve(shares: _Shares) -> bool:
-    """Lower the largest share by one move or one swap with another rank, if that is possible."""
+    """Lower the largest share by one move or one swap with another rank; returns whether it did."""
     ranks = range(len(shares.items))
     busiest = max(ranks, key=lambda rank: (shares.larger(rank), -rank))
     limit = shares.larger(busiest) * (1 - 1e-9)
@@ -192,7 +194,7 @@ def _improve(shares: _Shares) -> bool:
 
 
 def shares_of(items: Sequence[Item], owners: Sequence[int], num_ranks: int) -> list[Item]:
-    """What each rank owns, as one item."""
+    """Returns the sum of each rank's items as one item."""
     found = [Item(0.0, 0)] * num_ranks
     for item, owner in zip(items, owners, strict=True):
         before = found[owner]
@@ -204,7 +206,7 @@ def in_chunks(work: Sequence[float], num_chunks: int) -> list[int]:
     """Divide one rank's items, in their order, into chunks of about equal work.
 
     Returns:
-        The chunk of each item; items of one chunk are consecutive.
+        The chunk of each item. Items of one chunk are consecutive.
     """
     total, done, chunks = sum(work) or 1.0, 0.0, []
     for each in work:

@@ -1,4 +1,4 @@
-"""Where the elements of each sharded parameter lie, on all ranks that share it."""
+"""Sites of sharded parameters: the elements that each rank holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_engine.units.build import buffer_of
 
 
 class BufferSite:
-    """The ranks and places that parameters of one buffer share. This object keeps neither the
+    """The mesh, layout and depth of the parameters of one buffer. This object keeps neither the
     buffer nor its engine alive.
 
     Args:
@@ -58,11 +58,11 @@ class BufferSite:
 
 
 class ParamSite(NamedTuple):
-    """One parameter's place.
+    """The site of one parameter.
 
     Attributes:
         buffer: The site of its buffer.
-        number: its place in the layout.
+        number: Number of the parameter in the layout.
     """
 
     buffer: BufferSite
@@ -70,12 +70,12 @@ class ParamSite(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of this rank's tensor: for a DTensor over other mesh dimensions, of the
-        shard."""
+        """The shape of this rank's tensor. For a DTensor over other mesh dimensions, the shape of
+        its shard."""
         return self.buffer.layout.slots[self.number].shape
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` that a rank of the mesh holds; ``(k, k)``: none."""
+        """Returns the range ``[start, stop)`` of elements that a rank holds; ``(k, k)`` if none."""
         outer, inner = divmod(rank, self.buffer.mesh.inner.size)
         return self.buffer.layout.tensor_range(
             self.number, self.buffer.depth, Coordinate(outer, inner)
@@ -86,7 +86,7 @@ _SITES: weakref.WeakKeyDictionary[ParamAndGradBuffer, BufferSite] = weakref.Weak
 
 
 def site_of(param: Tensor) -> ParamSite | None:
-    """Returns the place of a parameter; None if it is not one that an engine trains."""
+    """Returns the site of a parameter; None if no engine trains it."""
     found = buffer_of(param)
     if found is None or found[0].grads is None:
         return None

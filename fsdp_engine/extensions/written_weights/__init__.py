@@ -1,1 +1,1 @@
-"""Weights that modules write in forward, which are taken into the main weights."""
+"""Weights that modules write in forward, which are copied into the main weights."""

@@ -1,14 +1,13 @@
-"""Weights that modules write in forward: forced weight normalization, clamps in hooks, and so on.
+"""Weights that modules write in forward, e.g. forced weight normalization or clamps in hooks.
 
-Modules write full compute weights. When a unit's full parameters leave the modules, their version
-counters are compared, and written values are taken into this rank's main weights. So the gather for
-backward and the next forward use them, and the optimizer steps from them. Each rank takes its own
-slice, which is right if all ranks wrote the same values: that is checked when the forward or
-backward ends.
+Modules write full compute weights. When the full parameters of a unit are removed from the modules,
+their version counters are compared, and written values are copied into this rank's main weights. So
+the gather for backward and the next forward use them, and the optimizer steps from them. Each rank
+copies its own shard, which is correct if all ranks wrote the same values; this is checked when the
+forward or backward ends.
 
-A write through ``param.data`` changes no version counter. So values themselves are compared
-in some uses of each unit, and in all uses of one that was found to write so: see
-:class:`Comparisons`.
+A write through ``param.data`` changes no version counter. So the values themselves are compared in
+some uses of each unit, and in all uses once such a write was found: see :class:`Comparisons`.
 """
 
 from __future__ import annotations
@@ -38,11 +37,12 @@ _WHAT = "weights that a module wrote in forward, on every rank the same"
 
 
 class Comparisons:
-    """The uses of a unit in which values are compared, of those with and without gradients: the
-    1st, 2nd, 4th, 8th and so on, or the 1st alone. Once a write was found, all uses.
+    """Decides in which uses of a unit values are compared: the 1st, 2nd, 4th, 8th use and so on, or
+    only the 1st, with uses with and without gradients counted separately. After a write was found:
+    all uses.
 
     Args:
-        repeats: not only in the 1st. On an accelerator the host waits for the values.
+        repeats: Compare after the 1st use, too. On an accelerator each comparison is a host sync.
     """
 
     __slots__ = ("_always", "_gaps", "_left", "_repeats")
@@ -54,7 +54,7 @@ class Comparisons:
         self._always = False
 
     def is_due(self) -> bool:
-        """A use begins: whether values are compared in it."""
+        """Count a use that begins; returns whether values are compared in it."""
         if self._always:
             return True
         kind = int(torch.is_grad_enabled())
@@ -62,28 +62,28 @@ class Comparisons:
         if self._left[kind]:
             return False
         if not self._repeats:
-            return True  # the number left is negative from the next use on
+            return True  # `_left` is negative from the next use on, so no other use is due.
         self._left[kind] = self._gaps[kind]
         self._gaps[kind] *= 2
         return True
 
     def compare_always(self) -> int:
-        """A write was found. Returns the number of uses since the comparison before, in which
-        writes were not looked for."""
+        """Compare values in all further uses, because a write was found. Returns the number of uses
+        since the previous comparison, in which writes were not detected."""
         num_unseen = 0 if self._always else max(self._gaps) // 4 - 1
         self._always = True
         return max(num_unseen, 0)
 
 
 class UnitWrites(UnitWatch):
-    """Finds the full parameters of one unit that modules write.
+    """Finds full parameters of one unit that modules have written.
 
     Args:
         buffers: The buffers of the unit.
     """
 
     def __init__(self, buffers: Sequence[ParamAndGradBuffer]) -> None:
-        # Full parameters that forward may write, and their versions as far as that was seen.
+        # Full parameters that forward may write, and their versions at the last check.
         self._writable = [buffer for buffer in buffers if _can_write(buffer)]
         self._watched = [param for buffer in self._writable for param in buffer.full_params]
         self._versions = list(map(_version_of, self._watched))
@@ -95,18 +95,18 @@ class UnitWrites(UnitWatch):
     def tell(
         self, on_written: Callable[[ParamAndGradBuffer, Sequence[int]], object], label: str
     ) -> None:
-        """Call a function with a buffer and the indices of its full parameters that modules have
-        written, when the values are in the main weights.
+        """Set a function to call after written values are in the main weights.
 
         Args:
-            on_written: the function.
-            label: name of the unit in messages.
+            on_written: Called with a buffer and the indices of its full parameters that were
+                written.
+            label: Name of the unit in messages.
         """
         self._on_written, self._label = on_written, label
 
     def compare_values(self, *, repeats: bool) -> None:
-        """In some uses, compare the values of full parameters before and after them: versions do
-        not count writes through ``param.data``. See :class:`Comparisons`."""
+        """Compare values of full parameters before and after some uses, since versions do not count
+        writes through ``param.data``. See :class:`Comparisons`."""
         self._comparisons = Comparisons(repeats=repeats) if self._watched else None
 
     def begin(self) -> None:
@@ -117,7 +117,7 @@ class UnitWrites(UnitWatch):
             self._prints = checksums(self._watched)
 
     def end(self) -> None:
-        """See the class: take what modules have written into the main weights."""
+        """See the class. Copies values that modules have written into the main weights."""
         versions = list(map(_version_of, self._watched))
         if not self._prints and versions == self._versions:
             return
@@ -145,7 +145,7 @@ class UnitWrites(UnitWatch):
         self._versions, self._prints = list(map(_version_of, self._watched)), []
 
     def _note_hidden_writes(self, hidden: Sequence[bool]) -> None:
-        """Modules wrote these full parameters in a way that changes no version."""
+        """Compare values in all further uses, and warn if earlier writes may be lost."""
         assert self._comparisons is not None
         num_unseen = self._comparisons.compare_always()
         if not num_unseen:
@@ -162,8 +162,8 @@ class UnitWrites(UnitWatch):
 
 
 def _can_write(buffer: ParamAndGradBuffer) -> bool:
-    """Whether full parameters are other tensors than the sharded ones, and plain, so that modules
-    may write them in forward."""
+    """Returns whether the full parameters of ``buffer`` are plain tensors other than the sharded
+    ones, so that modules can write them in forward."""
     if buffer.is_plain or not buffer.weights.can_be_written:
         return False
     plain = (Tensor, nn.Parameter, DTensor)
@@ -171,10 +171,11 @@ def _can_write(buffer: ParamAndGradBuffer) -> bool:
 
 
 def _take_written(buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
-    """Modules have written these full parameters: take the values into the main weights.
+    """Copy full parameters that modules have written into the main weights.
 
     Raises:
-        RuntimeError: they are gathered in an encoding that is not a cast; names a parameter.
+        RuntimeError: The encoding of their gathers is not a cast, or a parameter got other memory;
+            names the parameter.
     """
     names = [record.name for record in buffer.records]
     buffer.weights.check_written(names[indices[0]])
@@ -192,19 +193,19 @@ def _take_written(buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
 
 
 class WrittenWeights(ModelWatch):
-    """See the module docstring.
+    """Checks that all ranks write the same values. See the module docstring.
 
     Args:
-        engine: whose model.
+        engine: The engine of the model.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._device = engine.mesh.device
         self._communicators = engine.communicators
-        # Fingerprints of values to compare, by name, for each set of ranks that share them.
+        # Fingerprints of written values by name, for each group of ranks that share them.
         self._written: dict[ProcessGroup, dict[str, Tensor]] = {}
         self._ranks: dict[ProcessGroup, list[int]] = {}
-        # Full parameters that are the sharded ones, too, with their versions as forward began.
+        # Full parameters that are also the sharded ones, and their versions when forward started.
         self._plain = [each for each in engine.buffers if each.is_plain]
         self._plain_params = [param for each in self._plain for param in each.full_params]
         self._plain_versions: list[int] = []
@@ -222,7 +223,7 @@ class WrittenWeights(ModelWatch):
         self._plain_versions = list(map(_version_of, self._plain_params))
 
     def end_forward(self) -> None:
-        """A forward is over: find the parameters that it wrote and that are not gathered."""
+        """See the class. Finds written parameters that are not gathered."""
         versions = list(map(_version_of, self._plain_params))
         if versions != self._plain_versions:
             before = iter(self._plain_versions)
@@ -235,7 +236,7 @@ class WrittenWeights(ModelWatch):
                 self.add(buffer, indices)
 
     def add(self, buffer: ParamAndGradBuffer, indices: Sequence[int]) -> None:
-        """A module wrote full parameters of ``buffer``."""
+        """Record the full parameters of ``buffer`` that a module wrote."""
         group = buffer.control_group
         if group is None or _is_fake(group):
             return
@@ -245,12 +246,13 @@ class WrittenWeights(ModelWatch):
             written[buffer.records[index].name] = fingerprint(buffer.full_params[index])
 
     def check(self, *, ranks_differ: bool) -> None:
-        """Check that ranks wrote the same values. Collective, if a rank wrote any. Ranks within
+        """Check that ranks wrote the same values. Collective if a rank wrote any. Ranks within
         nested backwards may differ, so it is called after the outermost one.
 
         Raises:
-            ValueError, RuntimeError: they did not, or some ranks wrote none; on all ranks. Or it
-                cannot be checked, since ranks use different modules (``ranks_differ``).
+            ValueError, RuntimeError: Ranks wrote different values, or some ranks wrote none; raised
+                on all ranks. Or ranks use different modules (``ranks_differ``), which prevents the
+                check.
         """
         written, self._written = self._written, {}
         for group, prints in written.items():
@@ -276,10 +278,10 @@ class WrittenWeights(ModelWatch):
             )
 
     def reset(self) -> None:
-        """See the class: drop fingerprints that are not compared yet."""
+        """See the class. Drops fingerprints that have not been compared."""
         self._written.clear()
 
 
 def _is_fake(group: ProcessGroup | None) -> bool:
-    """Whether collectives of ``group`` send nothing."""
+    """Returns whether collectives of ``group`` send nothing."""
     return group is not None and dist.get_backend(group) == "fake"
