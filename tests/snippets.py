@@ -146,6 +146,6 @@ def run(blocks: list[tuple[int, str]], page: str, folder: str) -> float | None:
 
 
 def pages() -> Iterator[Path]:
-    """README and the pages of the docs for users."""
+    """README and the pages of the docs, with those in ``docs/internals/``."""
     yield ROOT / "README.md"
-    yield from sorted((ROOT / "docs").glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))

@@ -125,8 +125,8 @@ class GatheredCopy:
                     what = self.flat.name or "a sharded tensor"
                     raise ValueError(
                         f"{name}: expected a view of {what} that was taken after its last change; "
-                        f"found an older one, which has the values of then. {what} is unchanged: "
-                        "take the view anew"
+                        f"found an older one, with values from before that change. {what} is "
+                        "unchanged: take the view anew"
                     )
                 place.copy_(view)
             self.store(name, fresh)
@@ -274,7 +274,7 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
             raise RuntimeError(
                 f"{optimizer}: expected an optimizer that treats each element by itself, since "
                 "parameters, gradients and state are sharded into flat slices; found one that "
-                f"needs whole tensors: its step calls {name}. Pass it to fe.shard_optimizer before "
+                f"needs full tensors: its step calls {name}. Pass it to fe.shard_optimizer before "
                 "its first step"
             ) from error
     if name not in _warned:

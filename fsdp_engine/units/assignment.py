@@ -264,7 +264,7 @@ def find_units(
                 if inner:
                     raise ValueError(
                         "units: expected modules beside each other in one unit; found "
-                        f"{inner[0]}, which lies in {name}, beside it"
+                        f"{inner[0]}, which is inside {name}, beside it"
                     )
             sets[names] = modules
     ordered = sorted(sets.items(), key=lambda item: places[item[0][0]])

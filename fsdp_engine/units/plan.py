@@ -426,7 +426,7 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         raise ValueError(
             f"{record.name}: expected delay_wgrad_compute=True, or the extension for it, since its "
-            "module puts off weight gradients (skip_backward_post_hook); found none, so that they "
+            "module delays weight gradients (skip_backward_post_hook); found none, so that they "
             "would be lost"
         )
 

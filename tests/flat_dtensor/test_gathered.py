@@ -193,5 +193,5 @@ def test_an_optimizer_that_needs_matrices_is_refused_in_one_sentence() -> None:
     model, _, param = _model()
     model(torch.ones(2, 8)).sum().backward()
     optimizer = torch.optim.Muon([param], lr=0.1)
-    with pytest.raises(RuntimeError, match=r"Muon: expected .* found one that needs whole tensors"):
+    with pytest.raises(RuntimeError, match=r"Muon: expected .* found one that needs full tensors"):
         optimizer.step()

@@ -128,8 +128,8 @@ class Comparison:
         if found := self.other_value():
             raise ValueError(
                 f"{found}. Build the model from one seed (torch.manual_seed) or load one "
-                'checkpoint on all ranks before shard(), or give initial_values="rank0" to start '
-                "from the first rank's; what ranks shall have of their own they can set afterwards"
+                'checkpoint on all ranks before shard(), or pass initial_values="rank0" to start '
+                "from the values of the first rank. Set values that differ between ranks afterwards"
             )
 
     def _differ(self, place: int) -> bool:

@@ -167,8 +167,8 @@ def find_offload(optimizer: Optimizer) -> Offloading | None:
     found = {id(each.unit.offload): each.unit.offload for each in registered}
     if len(found) > 1:
         raise ValueError(
-            f"optimizer: expected parameters of one engine, since their state lies on {len(found)} "
-            "offloads; found parameters of several. Make an optimizer for each engine"
+            f"optimizer: expected parameters of one engine, since one engine offloads their "
+            f"state; found parameters of {len(found)} engines. Make an optimizer for each engine"
         )
     return next(iter(found.values()), None)
 
@@ -439,8 +439,8 @@ class OffloadedStep(ChunkedStep):
     def __init__(self, optimizer: Optimizer, offload: Offloading) -> None:
         if not implementation(StateFormat).of(optimizer).has_plain_tensors:
             raise ValueError(
-                f"optimizer: expected state in plain tensors, since it lies elsewhere between "
-                f"steps (offload); found {type(optimizer).__name__}, whose state is quantised"
+                f"optimizer: expected state in plain tensors, since it is offloaded between "
+                f"steps; found {type(optimizer).__name__}, whose state is quantised"
             )
         self._offload = offload
         self._homes = offload.homes(STATE) if offload.moves(STATE) else None
@@ -803,7 +803,7 @@ class OffloadedStep(ChunkedStep):
                 found = f"shape {tuple(value.shape)}" if is_tensor else type(value).__name__
                 raise ValueError(
                     f"optimizer: expected state in tensors of the parameter's shape or of one "
-                    "element, or in numbers, since it lies elsewhere between steps "
+                    "element, or in numbers, since it is offloaded between steps "
                     f"(offload.optimizer_state); found {key!r} of {found} after a step of "
                     f"{type(optimizer).__name__} on a parameter of shape {_TRIAL_SHAPE}"
                 )

@@ -170,8 +170,8 @@ class TransformerEngine(EngineExtension):
         strategy = setup.axis_plans.data.strategy
         if strategy.depth(Role.GRAD) > 0:
             raise ValueError(
-                "reuse_grad_buf_for_mxfp8_param_ag: expected whole gradients, through whose memory "
-                f"whole weights can pass; found levels that cut them: {strategy}"
+                "reuse_grad_buf_for_mxfp8_param_ag: expected unsharded gradients, whose memory "
+                f"full weights use, too; found levels that shard them: {strategy}"
             )
 
     def __call__(

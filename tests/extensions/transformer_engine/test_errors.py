@@ -132,7 +132,7 @@ def of_two_recipes() -> nn.Module:
 
 
 POLICY = "weight: expected mp_policy.param_dtype to be None or torch.bfloat16.*found torch"
-SCRATCH = "reuse_grad_buf_for_mxfp8_param_ag: expected whole grad"
+SCRATCH = "reuse_grad_buf_for_mxfp8_param_ag: expected unsharded grad"
 # Model, options of ``shard``, words of the error.
 STACKS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (partial(make_stack, "current"), policy_of(torch.float16), rf"{POLICY}\.float16"),
