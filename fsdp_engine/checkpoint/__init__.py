@@ -1,4 +1,4 @@
-"""Saving and loading: single checkpoints, or a crash-safe directory of checkpoints of a run.
+"""Saves and loads single checkpoints, or a crash-safe directory of the checkpoints of a run.
 
 python -m fsdp_engine.checkpoint inspect | verify | export | diff PATH...
 """

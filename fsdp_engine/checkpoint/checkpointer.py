@@ -1,21 +1,21 @@
-"""Checkpoints of a run in one directory: atomic, synchronous or asynchronous.
+"""``Checkpointer``: saves atomic checkpoints of a run into one directory.
 
-Steps of :meth:`Checkpointer.save`, on all ranks:
+``Checkpointer.save`` takes these steps on all ranks:
 
 1. Each rank validates its arguments and state, and all ranks agree that there is no error (one
-   small collective). Rank 0 creates a folder whose name is not that of a checkpoint.
+   small collective). Rank 0 creates a folder with a temporary name.
 2. Each rank writes its slices into its own files and syncs them (``writer.py``, DCP).
-3. When all ranks have finished, rank 0 writes the metadata and the manifest, and renames the folder
-   to the name of a checkpoint. Then it removes the oldest checkpoints.
+3. When all ranks have finished, rank 0 writes the metadata and the manifest, and gives the folder
+   the name of a checkpoint. Then it removes the oldest checkpoints.
 
-An error on any rank before the rename is raised on all ranks; the folder is removed, and earlier
-checkpoints stay. :meth:`Checkpointer.save_async` copies everything to host memory after step 1, and
-executes steps 2 and 3 in a thread, over a separate process group.
+All ranks raise an error that occurs on any rank before the rename; the folder is removed, and
+earlier checkpoints remain. ``Checkpointer.save_async`` copies all entries to host memory after step
+1, and executes steps 2 and 3 in a thread, over a separate process group.
 
 [Note: The script ends]
 A script may end directly after its last ``save_async``. Python then calls the functions that were
-registered with ``threading._register_atexit``, in reverse order, and joins threads after that. One
-of them is that of ``concurrent.futures``, which shuts down all executors, including those that
+registered with ``threading._register_atexit``, in reverse order, and joins threads afterwards.
+``concurrent.futures`` has registered a function that shuts down all executors, including those that
 write the files. The engine's function is registered later, so it is called earlier, and waits for
 the save. If the save fails, it prints the error, and the process exits with status 1.
 
@@ -63,7 +63,7 @@ class HostMemory:
     """A block of host memory for one snapshot at a time.
 
     Args:
-        device: The device of the tensors; for an accelerator the block is pinned.
+        device: The device of the tensors. The block is pinned if the device is an accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,14 +72,14 @@ class HostMemory:
 
     @property
     def num_bytes(self) -> int:
-        """Allocated bytes, whether or not a snapshot uses them."""
+        """Number of allocated bytes, whether or not a snapshot uses them."""
         return self._block.bytes.numel()
 
     def snapshot(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of ``entries``; of sharded tensors the slices are copied.
+        """Returns a copy of ``entries``. Of a sharded tensor only this rank's slice is copied.
 
-        Returns when the copies are complete. A tensor that occurs several times is copied once;
-        all other values are copied deeply.
+        The copies are complete on return. A tensor that occurs several times is copied once. Values
+        that are not tensors are copied deeply.
         """
         tensors = {id(leaf): leaf for leaf in tree_leaves(entries) if isinstance(leaf, Tensor)}
         needed = sum(_padded_bytes(tensor) for tensor in tensors.values())
@@ -122,19 +122,20 @@ class Checkpointer:
     All methods are collective: every rank of the engine calls them, in the same order.
 
     Args:
-        directory: on storage that all ranks share; created by the first save.
-        engine: result of :func:`~fsdp_engine.sharding.shard`; or a dict of several, over the same
+        directory: Path on storage that all ranks share; the first save creates it.
+        engine: The result of ``fsdp_engine.shard``, or a dict of several engines over the same
             ranks, such as ``{"actor": actor, "critic": critic}``.
-        optimizer: one or several over the parameters of all engines, torch's, or Megatron-Core's
-            with its loss scaler; None: weights only.
-        extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
-            position, averages of weights. Each rank saves its own; of sharded tensors its slices.
-        keep: number of latest checkpoints to keep; None: all.
+        optimizer: One optimizer, or several, over the parameters of all engines: torch's, or
+            Megatron-Core's with its loss scaler. None: only weights are saved.
+        extra: Objects with ``state_dict()`` and ``load_state_dict()``, by name: scheduler, data
+            position, averages of weights. Each rank saves the state of its own objects, and its
+            slices of sharded tensors in it.
+        keep: The number of latest checkpoints to keep; None: all.
         timeout: The timeout of collectives within a save. None: 30 minutes.
-        trainable_only: parameters that were frozen at ``shard()`` (a base model under adapters) are
-            neither saved nor loaded, and keep the values that the job gave them. Persistent buffers
-            are saved. Checkpoints with frozen parameters can be loaded, too; a ``Checkpointer`` of
-            all parameters refuses checkpoints without.
+        trainable_only: Neither save nor load parameters that were frozen at ``shard()``, such as a
+            base model under adapters. They keep their current values. Persistent buffers are saved.
+            Checkpoints with frozen parameters can also be loaded. A ``Checkpointer`` without this
+            option refuses to load checkpoints without frozen parameters.
 
     Raises:
         TypeError, ValueError: ``engine``, ``extra`` or ``keep`` has a wrong type or value.
@@ -165,20 +166,21 @@ class Checkpointer:
         self._save: _Save | None = None
 
     def save(self, step: int) -> None:
-        """Save the current state; returns when the checkpoint is complete.
+        """Save the current state. Returns when the checkpoint is complete.
 
         Args:
-            step: number of the training step, at least 0. A second checkpoint of a step replaces
-                the first one when it is complete.
+            step: The number of the training step, at least 0. A second checkpoint of a step
+                replaces the first one when it is complete.
 
         Raises:
-            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is not such a number,
-                ``step`` or the optimizer's class differs between ranks, the engine is not at rest,
-                the optimizer is not the engine's, or another job saves into the directory.
-            RuntimeError: writing failed, now or in an earlier asynchronous save; the message names
+            ValueError, TypeError, RuntimeError: ``step`` is not such a number, ``step`` or the
+                optimizer's class differs between ranks, a forward or backward is running, the
+                optimizer does not belong to the engine, or another job saves into the directory.
+                Nothing was written.
+            RuntimeError: Writing failed, now or in an earlier asynchronous save; the message names
                 the rank.
 
-        Each error is raised on all ranks; earlier checkpoints stay.
+        All ranks raise each error. Earlier checkpoints remain.
         """
         self._save = save = self._begin(step)
         save.start()
@@ -192,10 +194,10 @@ class Checkpointer:
     def save_async(self, step: int) -> None:
         """Save the current state in the background, while training continues.
 
-        Returns when everything is copied to host memory; later updates do not change the
+        Returns when all entries are copied to host memory; later updates do not change the
         checkpoint. One save is in flight at a time: a second one waits for the first. Arguments and
-        errors are those of :meth:`save`; an error in the background is raised by the next call of
-        any method, on all ranks.
+        errors are those of ``save``. The next call of any method raises an error of the background
+        save, on all ranks.
         """
         save = self._begin(step)
         error: Exception | None = None
@@ -212,10 +214,10 @@ class Checkpointer:
         save.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint of :meth:`save_async` is complete.
+        """Wait until the checkpoint of ``save_async`` is complete.
 
         Raises:
-            RuntimeError: the save failed on some rank.
+            RuntimeError: The save failed on some rank.
         """
         save, self._save = self._save, None
         if save is not None:
@@ -230,38 +232,39 @@ class Checkpointer:
         *,
         trust: bool = False,
     ) -> LoadReport:
-        """Restore a run, independent of the ranks, strategy, mesh and granule of the save.
+        """Restore a run that was saved with any number of ranks, strategy, mesh and granule.
 
-        Weights and optimizer state equal the saved ones bit for bit, and the next forward uses
-        them. With the same number of ranks as at the save, random states and each rank's ``extra``
-        are restored; otherwise every rank loads the ``extra`` of rank 0, with a warning that names
-        the values of which ranks saved different ones. Sharded tensors in ``extra`` are loaded like
-        parameters. An ``extra`` that was not saved is not changed, with a warning.
+        Loaded weights and optimizer state equal the saved ones bit for bit, and the next forward
+        uses them. With the same number of ranks as at the save, random states and each rank's
+        ``extra`` are restored. Otherwise every rank loads the ``extra`` of rank 0, with a warning
+        that names the values that differed between ranks. Sharded tensors in ``extra`` are loaded
+        like parameters. An ``extra`` that was not saved is not changed, with a warning.
 
         Args:
-            step: number of the step; "latest": the newest complete checkpoint.
-            strict: raise if entries are missing, unexpected or do not fit. False: load the entries
+            step: The number of the step; "latest": the newest complete checkpoint.
+            strict: Raise if entries are missing, unexpected or do not fit. False: load the entries
                 that fit.
-            verify: read every file first, and compare checksums; the ranks share the work. Every
-                read compares checksums anyway; this finds damage before anything is changed.
-            trust: allow objects of any class in ``extra`` and in modules' extra states, which may
-                run arbitrary code of the checkpoint's author. Otherwise numbers, texts, tensors,
-                arrays and containers of these are read, and anything else is refused.
+            verify: First read every file and compare checksums; the ranks share the work. Each read
+                compares checksums in any case, but this option finds damage before anything is
+                changed.
+            trust: Allow objects of any class in ``extra`` and in modules' extra states, which may
+                run arbitrary code of the checkpoint's author. False: only numbers, strings,
+                tensors, arrays and containers of these are loaded.
 
         Returns:
             The step and ``extra`` that were loaded, and with ``strict=False`` the entries that did
             not fit.
 
         Raises:
-            FileNotFoundError: there is no checkpoint of that step, or one of its files is missing.
-            ValueError: arguments or classes of optimizers differ between ranks, entries do not fit
+            FileNotFoundError: There is no checkpoint of that step, or one of its files is missing.
+            ValueError: Arguments or classes of optimizers differ between ranks, entries do not fit
                 (all of them are listed), files are damaged, an object is of a class that could run
                 code, or the format is newer than this code.
-            RuntimeError: reading failed half way (a damaged block; the message names file and
+            RuntimeError: Reading failed halfway (a damaged block; the message names file and
                 tensor). Weights are partly replaced, and forwards and saves raise until a
                 checkpoint is loaded.
 
-        Each error is raised on all ranks; all but the last before anything is changed.
+        All ranks raise each error. All errors but the last are raised before anything is changed.
         """
         self._run.await_ranks()
         self.wait()
@@ -277,7 +280,7 @@ class Checkpointer:
             )
 
     def steps(self) -> list[int]:
-        """Steps of complete checkpoints, ascending, as rank 0 finds them."""
+        """Returns the steps of complete checkpoints, ascending, as rank 0 finds them."""
         self._run.await_ranks()
         return self._directory.steps()
 
@@ -286,10 +289,10 @@ class Checkpointer:
         and the lock of the directory. A later save acquires them again.
 
         Raises:
-            RuntimeError: the save failed on some rank; resources are released in this case, too.
+            RuntimeError: The save failed on some rank. Resources are released in this case as well.
         """
         try:
-            self.wait()  # on all ranks, which no longer use the group after this
+            self.wait()  # no rank uses the group after this
         finally:
             self._directory.release()
             self._host_memory = HostMemory(self._ranks.device)
@@ -324,11 +327,11 @@ class Checkpointer:
         return _Save(self, entries, self._directory.staging(created), step)
 
     def _write(self, save: _Save) -> None:
-        """Write and publish a save. Collective over the group of saves.
+        """Write and publish a save. Collective over the process group of saves.
 
         Raises:
-            RuntimeError: the process group has been destroyed. Without one, each rank would write
-                as the only one, and publish what it has.
+            RuntimeError: The default process group has been destroyed. Each rank would then write
+                alone, and publish an incomplete checkpoint.
         """
         if self._control is not None and not is_initialized():
             raise RuntimeError("the process group was destroyed before the save was complete")
@@ -337,18 +340,18 @@ class Checkpointer:
         self._directory.write(write, save.staging, save.step)
 
     def _retire(self, step: int) -> None:
-        """Remove old checkpoints, which may be slow on some file systems."""
+        """Remove old checkpoints. This may be slow on some file systems."""
         self._directory.retire(self._keep, step)
 
 
 class _Save(threading.Thread):
-    """A pending save.
+    """The thread of a pending save.
 
     Attributes:
-        entries: that this rank writes.
-        staging: the folder into which it is written.
+        entries: The entries that this rank writes.
+        staging: The folder into which the checkpoint is written.
         step: The step of the checkpoint.
-        finished: set when it is complete, or has failed.
+        finished: Event that is set when the save is complete or has failed.
     """
 
     def __init__(
@@ -368,7 +371,7 @@ class _Save(threading.Thread):
         super().start()
 
     def run(self) -> None:
-        """Write, and store an error."""
+        """Write the checkpoint, and store an error if this fails."""
         try:
             self._checkpointer._write(self)
         except BaseException as caught:
@@ -388,7 +391,7 @@ class _Save(threading.Thread):
         """Raise the error of the save, on all ranks.
 
         Raises:
-            RuntimeError: the save failed on some rank.
+            RuntimeError: The save failed on some rank.
         """
         if self in _UNOBSERVED:
             _UNOBSERVED.remove(self)
@@ -400,15 +403,15 @@ class _Save(threading.Thread):
 
 
 class _ExitHandler:
-    """See [Note: The script ends].
+    """Waits for pending saves when the script ends. See [Note: The script ends].
 
     Attributes:
-        has_failed: a save that was pending when the script ended has failed.
+        has_failed: Whether a save that was pending when the script ended has failed.
     """
 
     def __init__(self) -> None:
         self.has_failed = False
-        # Called before the executors that write files are shut down.
+        # Python calls finish_saves before the executors that write files are shut down.
         threading._register_atexit(self.finish_saves)  # type: ignore[attr-defined]
         atexit.register(self.set_exit_status)
 
@@ -440,5 +443,5 @@ _EXIT_HANDLER = _ExitHandler()
 
 
 def _reason(error: BaseException) -> str:
-    """Describe an error, which may name the ranks."""
+    """Returns the type and the message of an error. The message may already name ranks."""
     return f"{type(error).__name__}: {error}"

@@ -1,9 +1,9 @@
-"""Checksums of blocks of files, which are verified by every read.
+"""Computes and verifies the checksums of blocks of files. Every read verifies them.
 
 A file has a checksum for each block of 256 KiB, so that a rank that reads a range verifies only the
-blocks of that range, and reads at most two partial blocks more. The checksums are CRC-32C, which
-processors compute in hardware. They are stored in DCP's metadata (``dcp_metadata.py``), 16 bytes
-per MiB of checkpoint.
+blocks of that range and reads at most two partial blocks in addition. The checksums are CRC-32C,
+which processors compute in hardware. They are stored in DCP's metadata (``dcp_metadata.py``), 16
+bytes per MiB of checkpoint.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, BinaryIO
 
 BLOCK_BYTES = 1 << 18
 _SUM_BYTES = 4
-# Number of partially read blocks in the cache, such as those of an archive's directory and end.
+# Number of partially read blocks in the cache, such as those with the directory of an archive.
 _CACHED_BLOCKS = 4
 
 
 class DamagedError(ValueError):
-    """A checkpoint's content differs from the one that was written."""
+    """The content of a checkpoint differs from the content that was written."""
 
 
 def crc32c(data: Any, crc: int = 0) -> int:
-    """CRC-32C of ``data``, continued from ``crc``."""
-    # Imported here, because training without checkpoints does not need this compiled library.
+    """Returns the CRC-32C of ``data``, continued from ``crc``."""
+    # The import is here because training without checkpoints does not need this compiled library.
     from crc32c import crc32c as library
 
     return int(library(data, crc))
@@ -33,7 +33,7 @@ def crc32c(data: Any, crc: int = 0) -> int:
 
 @dataclass(frozen=True)
 class FileSums:
-    """Size of a file in bytes, and a little-endian CRC-32C of 4 bytes for each block."""
+    """The size of a file in bytes, and a little-endian CRC-32C of 4 bytes for each block."""
 
     num_bytes: int
     sums: bytes
@@ -48,12 +48,12 @@ class FileSums:
             )
 
     def of(self, number: int) -> int:
-        """The checksum of a block."""
+        """Returns the checksum of a block."""
         start = number * _SUM_BYTES
         return int.from_bytes(self.sums[start : start + _SUM_BYTES], "little")
 
     def length(self, number: int) -> int:
-        """Number of bytes of a block. The last block may be shorter."""
+        """Returns the number of bytes of a block. The last block may be shorter."""
         return min(self.block_bytes, self.num_bytes - number * self.block_bytes)
 
 
@@ -63,7 +63,7 @@ class BlockSummer:
     def __init__(self) -> None:
         self._num_bytes = 0
         self._sums = bytearray()
-        self._crc = 0  # of the incomplete block
+        self._crc = 0  # checksum of the incomplete block
 
     def add(self, data: memoryview) -> None:
         """Append the next bytes of the file."""
@@ -79,28 +79,28 @@ class BlockSummer:
                 self._crc = 0
 
     def whole(self) -> int:
-        """CRC-32C of all checksums so far and the number of bytes."""
+        """Returns one CRC-32C over all checksums so far and over the number of bytes."""
         found = self.result()
         return crc32c(found.sums + found.num_bytes.to_bytes(8, "little"))
 
     def result(self) -> FileSums:
-        """Checksums of all bytes so far."""
+        """Returns the checksums of all bytes so far."""
         last = self._crc.to_bytes(_SUM_BYTES, "little") if self._num_bytes % BLOCK_BYTES else b""
         return FileSums(self._num_bytes, bytes(self._sums) + last)
 
 
 class CheckedFile(io.RawIOBase):
-    """A file of a checkpoint, whose checksums are verified by every read.
+    """A file of a checkpoint. Every read verifies the checksums of the blocks.
 
-    Full blocks are read directly into the destination; a few partially read blocks are cached.
+    Full blocks are read directly into the destination. A few partially read blocks are cached.
 
     Args:
-        file: opened for reading bytes; it stays open when this object is closed.
+        file: A file that is open for reading bytes. Closing this object does not close the file.
         name: The name of the file, for errors.
-        sums: checksums of the file.
+        sums: The checksums of the file.
 
     Raises:
-        DamagedError: by any read, if bytes are missing or differ from those that were written.
+        DamagedError: In any read, if bytes are missing or differ from those that were written.
     """
 
     def __init__(self, file: BinaryIO, name: str, sums: FileSums) -> None:
@@ -109,11 +109,11 @@ class CheckedFile(io.RawIOBase):
         self._cached: OrderedDict[int, bytearray] = OrderedDict()
 
     def readable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -123,11 +123,11 @@ class CheckedFile(io.RawIOBase):
         return self._place
 
     def tell(self) -> int:
-        """The position."""
+        """Returns the position."""
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` up to the end of the file; returns the number of bytes."""
+        """Fill ``buffer`` up to the end of the file. Returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         start, block_bytes = self._place, self._sums.block_bytes
         view = view[: max(self._sums.num_bytes - start, 0)]
@@ -146,7 +146,7 @@ class CheckedFile(io.RawIOBase):
         return done
 
     def _block(self, number: int) -> bytearray:
-        """A verified block, from the cache if possible."""
+        """Returns a verified block, from the cache if possible."""
         found = self._cached.pop(number, None)
         if found is None:
             found = bytearray(self._sums.length(number))

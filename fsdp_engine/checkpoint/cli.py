@@ -5,9 +5,10 @@
     python -m fsdp_engine.checkpoint export PATH DIR    write safetensors in Hugging Face's layout
     python -m fsdp_engine.checkpoint diff A B           compare two checkpoints
 
-A PATH is a checkpoint, of the engine or of torch.distributed.checkpoint, or a directory of
-checkpoints, of which the latest is used. Exit codes: 0 for success; 1 for damages or differences; 2
-for errors, with one line on stderr. A checkpoint runs no code, unless --trust allows it.
+A PATH is a checkpoint of the engine or of torch.distributed.checkpoint, or a directory of
+checkpoints, of which the latest is used. The exit code is 0 for success, 1 for damages or
+differences, and 2 for errors, which are one line on stderr. A checkpoint runs no code unless
+--trust is given.
 """
 
 from __future__ import annotations
@@ -133,7 +134,7 @@ def verify_(
 
 
 def _print_verdict(verdict: Verdict) -> None:
-    """Print a line for a checkpoint, and one for each damage."""
+    """Print a line for a checkpoint, and a line for each damage."""
     size = f"{verdict.num_files} files, {format_bytes(verdict.num_bytes)}"
     if verdict.damages:
         typer.echo(f"DAMAGED {verdict.folder} ({size})")
@@ -264,5 +265,5 @@ def _progress(what: str, num_bytes: int) -> Iterator[Callable[[int], None]]:
 
 
 def main() -> None:
-    """Entry point of ``python -m fsdp_engine.checkpoint``."""
+    """Run the command line ``python -m fsdp_engine.checkpoint``."""
     app(prog_name="python -m fsdp_engine.checkpoint")

@@ -1,17 +1,18 @@
-"""DCP's metadata of a checkpoint, ``.metadata``: written with checksums, read without running code.
+"""Writes DCP's metadata of a checkpoint, ``.metadata``, with checksums, and reads it without
+running code.
 
 The metadata is a pickle, which can call any function. Therefore it is read as data
-(``inert_pickle.py``), names outside a short list are refused, and every value is validated: the
-classes of ``torch.distributed.checkpoint`` do not, and code that reads a checkpoint relies on them.
-Wrong types, negative sizes, files outside the checkpoint's folder, chunks without a location in a
-file, and chunks that do not cover their tensor exactly raise errors.
+(``inert_pickle.py``), and names outside a short list are refused. Every value is validated, because
+the classes of ``torch.distributed.checkpoint`` validate nothing and code that reads a checkpoint
+relies on the values. Wrong types, negative sizes, files outside the checkpoint's folder, chunks
+without a location in a file, and chunks that do not cover their tensor exactly raise errors.
 
-Two additions to DCP's content are ignored by other readers:
+There are two additions to DCP's content, which other readers ignore:
 
-- an attribute with the checksums of all files (``checksums.py``)
-- after the end of the pickle, a seal: the checksum of all preceding bytes
+- An attribute contains the checksums of all files (``checksums.py``).
+- A seal follows the end of the pickle: the checksum of all preceding bytes.
 
-A checkpoint of plain DCP contains neither, and is read without verification.
+A checkpoint of plain DCP contains neither, and is read without verifying checksums.
 """
 
 from __future__ import annotations
@@ -61,36 +62,36 @@ _KINDS = {
     (f"{_DCP}.filesystem", "_StorageInfo"): "_StorageInfo",
     ("torch", "Size"): "Size",
     ("torch.serialization", "_get_layout"): "layout",
-    # The path of the checkpoint, of any operating system and any version of Python.
+    # Classes of the path of the checkpoint, for any operating system and version of Python.
     **{
         (module, name): "path"
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
     },
 }
-# A pickle cannot modify these objects.
+# Objects that a pickle may name, because it cannot modify them.
 _CONSTANTS: dict[tuple[str, str], Any] = {
     ("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
 _CONSTANTS["collections", "OrderedDict"] = collections.OrderedDict
 _MAX_SIZE = 2**63 - 1
-# Checking chunks takes 2**dims steps for each; tensors are sharded along fewer dims.
+# Checking a chunk takes 2**dims steps. Real checkpoints shard tensors along fewer dims.
 _MAX_SHARDED_DIMS = 8
 
 
 def unpickle_metadata(content: bytes, trust: bool) -> Metadata:
     """Unpickle DCP's metadata.
 
-    The attributes ``state_dict_metadata``, ``planner_data``, ``storage_data`` and the checksums of
-    ``Metadata`` are kept. No code here reads other attributes.
+    Of the attributes of ``Metadata`` only ``state_dict_metadata``, ``planner_data``,
+    ``storage_data`` and the checksums are kept. No code of this package reads other attributes.
 
     Args:
-        content: the pickle; bytes after its end are ignored.
-        trust: allow other classes and functions, which are then called.
+        content: The pickle; bytes after its end are ignored.
+        trust: Allow other classes and functions, which unpickling then calls.
 
     Raises:
-        RefusedError: it names a class or function that DCP's metadata does not contain.
-        ValueError: it is damaged; the message contains the expected and the found value.
+        RefusedError: The pickle names a class or function that DCP's metadata does not contain.
+        ValueError: The pickle is damaged. The message contains the expected and the found value.
     """
     try:
         found = inert_pickle.load(content, _KINDS, _CONSTANTS, trust)
@@ -133,7 +134,7 @@ def _entry(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata
 
 
 def _properties(key: str, record: Any) -> TensorProperties:
-    """Properties of a tensor. All but the dtype are deprecated and not read."""
+    """Returns the properties of a tensor. Only the dtype is read; the others are deprecated."""
     where = f"properties of {key}"
     if not _is(record, "TensorProperties"):
         raise _unexpected(where, "TensorProperties", record)
@@ -146,9 +147,9 @@ def _properties(key: str, record: Any) -> TensorProperties:
 def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> None:
     """Check that every element of a tensor is in exactly one chunk.
 
-    A box of ``d`` dims is determined by its ``2**d`` corners with alternating signs, the mixed
-    difference of its indicator function. The chunks partition the tensor if and only if the sum of
-    their signed corners equals that of the tensor's.
+    The ``2**d`` corners of a box of ``d`` dims, with alternating signs, determine the box: they are
+    the mixed difference of its indicator function. Therefore the chunks partition the tensor if and
+    only if the sum of their signed corners equals the sum of the tensor's signed corners.
     """
     boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
     for offsets, sizes in boxes:
@@ -188,7 +189,7 @@ def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetada
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
-    """Path of each key in the nested state dict; None for a flat state dict."""
+    """Returns the path of each key in the nested state dict; None for a flat state dict."""
     if planner_data is None:
         return None
     found = {}
@@ -205,7 +206,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
 def _places(
     storage_data: Any, entries: Mapping[str, TensorStorageMetadata | BytesStorageMetadata]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """Location of each chunk and each object."""
+    """Returns the location of each chunk and each object in the files."""
     found: dict[MetadataIndex, _StorageInfo] = {}
     for index, place in _mapping(storage_data, "storage_data").items():
         at = _state(index, "MetadataIndex", "a key of storage_data")
@@ -324,11 +325,11 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
 
     Args:
         folder: The folder of the checkpoint.
-        trust: allow any class and function in the pickle, which may run arbitrary code.
+        trust: Allow any class and function in the pickle, which may run arbitrary code.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: the metadata is damaged, or names a class that DCP's metadata does not contain.
+        FileNotFoundError, NotADirectoryError: There is no checkpoint.
+        ValueError: The metadata is damaged, or names a class that DCP's metadata does not contain.
     """
     path = folder / METADATA
     if folder.exists() and not folder.is_dir():
@@ -368,7 +369,7 @@ def seal_of(crc: int) -> bytes:
 
 
 def file_sums(metadata: Metadata) -> dict[str, FileSums]:
-    """Returns checksums of a checkpoint's files, by name; empty if it has no checksums."""
+    """Returns the checksums of a checkpoint's files, by name; empty if it has no checksums."""
     found = getattr(metadata, SUMS, None)
     if found is None:
         return {}
@@ -381,16 +382,16 @@ def file_sums(metadata: Metadata) -> dict[str, FileSums]:
 def check_files(
     folder: Path, metadata: Metadata, to_check: Callable[[Iterable[str]], Iterable[str]]
 ) -> None:
-    """Check that files exist, and contain all their entries.
+    """Check that files exist and contain all of their entries.
 
     Args:
         folder: The folder of the checkpoint.
         metadata: The metadata of the checkpoint.
-        to_check: selects the files that this rank checks from all of them.
+        to_check: Function that selects the files that this rank checks from all files.
 
     Raises:
-        FileNotFoundError: one is missing.
-        DamagedError: one is too short, or has another size than was written.
+        FileNotFoundError: A file is missing.
+        DamagedError: A file is too short, or its size differs from the written one.
     """
     ends: dict[str, int] = {}
     for place in metadata.storage_data.values():

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: complete ones, the latest one, and folders of killed jobs.
+"""Manages a directory of checkpoints: finds, publishes and removes the folders in it.
 
     step-00000100/        complete: renamed after all of its content was synced
     step-00000200.1/      second checkpoint of step 200; replaces step-00000200
@@ -12,8 +12,8 @@ No folder is overwritten: a second checkpoint of a step is a folder with the nex
 older folder is removed when the new one is complete. So a complete checkpoint of the step exists at
 all times.
 
-Only rank 0 of a job uses a directory. To save, it holds the lock, an advisory ``flock``, which the
-operating system releases when the process ends for any reason.
+Only rank 0 of a job uses a directory. It holds the lock while the job saves. The lock is an
+advisory ``flock``, which the operating system releases when the process ends for any reason.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SAVING, _REMOVING, _LOADING, _LOCK = ".saving-", ".removing-", ".loading-", ".l
 
 
 class CheckpointDirectory:
-    """See the module docstring.
+    """A directory of checkpoints; see the module docstring.
 
     Args:
-        path: the directory; created by the first save.
+        path: The path of the directory, which the first save creates.
 
     Attributes:
         place: The pipeline stage whose model is saved here.
@@ -49,10 +49,10 @@ class CheckpointDirectory:
         self._lock: int | None = None
 
     def complete(self) -> dict[int, Path]:
-        """Folders of complete checkpoints by step, ascending.
+        """Returns the folders of complete checkpoints by step, ascending.
 
         Raises:
-            NotADirectoryError: the path is a file.
+            NotADirectoryError: The path is a file.
         """
         newest: dict[int, tuple[int, Path]] = {}
         for generation, step, folder in self.folders():
@@ -61,8 +61,8 @@ class CheckpointDirectory:
         return {step: newest[step][1] for step in sorted(newest)}
 
     def incomplete(self, after: int = -1) -> list[Path]:
-        """Folders with the name of a checkpoint of a step after ``after``, but without a manifest.
-        A save never leaves such a folder."""
+        """Returns the folders that are named like a checkpoint of a step after ``after`` but
+        contain no manifest. A save never leaves such a folder."""
         if not self.path.is_dir():
             return []
         return sorted(
@@ -74,7 +74,8 @@ class CheckpointDirectory:
         )
 
     def unfinished(self) -> list[Path]:
-        """Folders that a job is writing, removing or loading, or that a killed job has left."""
+        """Returns the folders that a job is writing, removing or loading, or that a killed job has
+        left."""
         if not self.path.is_dir():
             return []
         return sorted(
@@ -84,12 +85,12 @@ class CheckpointDirectory:
         )
 
     def begin(self) -> Path:
-        """Create an empty folder for a save, whose name is not that of a checkpoint.
+        """Create an empty folder with a temporary name for a save.
 
         Raises:
-            OSError: the directory cannot be created, or is read-only.
-            RuntimeError: another job saves here.
-            ValueError: another stage of a pipeline has saved here.
+            OSError: The directory cannot be created, or is read-only.
+            RuntimeError: Another job saves here.
+            ValueError: Another stage of a pipeline has saved here.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         claim_folder(self.path, self.place)
@@ -100,9 +101,9 @@ class CheckpointDirectory:
         return staging
 
     def publish(self, staging: Path, step: int) -> Path:
-        """Rename ``staging`` to the checkpoint of ``step``; returns its folder.
+        """Rename ``staging`` to the checkpoint of ``step``. Returns the new path.
 
-        The rename is synced when this returns.
+        The rename is synced on return.
         """
         taken = [generation for generation, other, _ in self.folders() if other == step]
         name = f"step-{step:08d}" + (f".{max(taken) + 1}" if taken else "")
@@ -119,8 +120,8 @@ class CheckpointDirectory:
         """Remove all but the ``keep`` latest steps (None: keep all), and superseded folders.
 
         Args:
-            keep: number of steps.
-            newest: remove later steps, too.
+            keep: The number of latest steps to keep.
+            newest: The newest step to keep. Later steps are also removed.
         """
         current = self.complete()
         if newest is not None:
@@ -128,7 +129,8 @@ class CheckpointDirectory:
         kept = list(current)[-keep:] if keep is not None else list(current)
         for _, step, folder in list(self.folders()):
             if step not in kept or folder != current[step]:
-                # Renamed first, so that readers never find a partially removed checkpoint.
+                # The folder is renamed first, so that readers never find a partially removed
+                # checkpoint.
                 self._remove(folder.rename(self.path / f"{_REMOVING}{folder.name}"))
 
     def clean(self) -> None:
@@ -150,7 +152,7 @@ class CheckpointDirectory:
         return folder
 
     def folders(self) -> list[tuple[int, int, Path]]:
-        """(generation, step, folder) of each folder with a manifest."""
+        """Returns (generation, step, path) of each folder with a manifest."""
         if not self.path.exists():
             return []
         if not self.path.is_dir():
@@ -183,7 +185,7 @@ class CheckpointDirectory:
         self._lock = lock
 
     def _is_current(self, lock: int) -> bool:
-        """Whether the locked file is the one in the directory."""
+        """Returns whether the locked file is the one in the directory."""
         try:
             found = os.stat(self.path / _LOCK, follow_symlinks=False)
         except FileNotFoundError:
@@ -194,12 +196,12 @@ class CheckpointDirectory:
         # A step may be a symbolic link. Its target is not removed.
         if folder.is_symlink():
             folder.unlink()
-        else:  # the next save tries again to remove what cannot be removed now
+        else:  # the next save retries if this fails
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the entries of a folder: files that were created or renamed in it."""
+    """Sync a folder itself, so that created and renamed files are found after a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Sources of exported tensors: an engine's slices, or a checkpoint on disk.
+"""Finds the tensors of an export: slices of an engine, or tensors of a checkpoint on disk.
 
 A :class:`Source` has a name, shape and dtype, which are the same on all ranks, and yields the parts
 that this rank writes.
@@ -35,7 +35,7 @@ from fsdp_engine.flat_dtensor.flat_placement import Box, flat_range_boxes
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.strategies import Axis, Role
 
-# Row-major index of the first element, and a tensor with this and the following elements.
+# Row-major index of the first element of a part, and a tensor with the elements of the part.
 Part = tuple[int, Tensor]
 
 
@@ -44,12 +44,12 @@ class Source:
     """A tensor to export.
 
     Attributes:
-        name: its first name in the order of modules.
+        name: The first name of the tensor in the order of modules.
         shape: The shape of the unsharded tensor.
         dtype: The dtype of the written elements.
-        aliases: its other names, under which it is not written.
-        parts: yields the parts that this rank writes. The next part may overwrite the previous
-            one.
+        aliases: Other names of the tensor, under which it is not written.
+        parts: Function that returns the parts that this rank writes. The next part may overwrite
+            the memory of the previous one.
     """
 
     name: str
@@ -60,18 +60,18 @@ class Source:
 
 
 def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source]:
-    """Parameters and persistent buffers of a sharded model, in the order of its modules.
+    """Returns the parameters and persistent buffers of a sharded model, in the order of modules.
 
     Parameters that several ranks hold are distributed among these ranks by bytes, in this order.
-    Buffers may differ between ranks; those of rank 0 are written.
+    Buffers may differ between ranks; the buffers of rank 0 are written.
 
     Args:
-        engine: at rest.
-        dtype: for floating-point tensors; None: that of each tensor.
+        engine: An engine without a running forward, backward or ``unsharded()``.
+        dtype: The written dtype of floating-point tensors. None: the dtype of each tensor.
 
     Raises:
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``, or after a load that
-            failed half way.
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``, or a load
+            failed halfway.
     """
     check_at_rest(engine)
     engine.missing_values.check()
@@ -88,7 +88,7 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
     replica, num_replicas = _replica(engine)
     total = sum(tensor.numel() for key, (tensor, _) in found.items() if key in is_written)
     sources: list[Source] = []
-    before = 0  # elements of the preceding parameters
+    before = 0  # number of elements of the preceding parameters
     for key, (tensor, names) in found.items():
         is_mine = engine.ranks.rank == 0
         if key in is_written:
@@ -110,17 +110,17 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
 def checkpoint_sources(
     folder: Path, dtype: torch.dtype | None, buffer_bytes: int, trust: bool = False
 ) -> list[Source]:
-    """The model's tensors in a checkpoint. It contains a tied weight under each of its names.
+    """Returns the model's tensors in a checkpoint. A tied weight occurs under each of its names.
 
     Args:
-        folder: a checkpoint in DCP format with keys ``model.<name>``.
-        dtype: for floating-point tensors; None: that of each tensor.
-        buffer_bytes: maximum size of a part.
-        trust: allow objects of any class, which may run arbitrary code.
+        folder: The folder of a checkpoint in DCP format with keys ``model.<name>``.
+        dtype: The written dtype of floating-point tensors. None: the dtype of each tensor.
+        buffer_bytes: Maximum number of bytes of a part.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: it contains no tensors of a model, or is damaged.
+        FileNotFoundError, NotADirectoryError: There is no checkpoint.
+        ValueError: The checkpoint contains no tensors of a model, or is damaged.
     """
     metadata = read_metadata(folder, trust)
     saved = Saved(metadata)
@@ -156,17 +156,17 @@ def checkpoint_sources(
 def saved_parts(
     reader: Reader, key: str, entry: TensorStorageMetadata, buffer: ReadBuffer
 ) -> Iterator[Part]:
-    """Yield a saved tensor as consecutive flat ranges, for any chunks in which it was saved.
+    """Yield a saved tensor as consecutive flat ranges, independent of the chunks in the files.
 
     Args:
         reader: The reader of the checkpoint.
         key: The key of the tensor.
-        entry: its metadata.
-        buffer: holds one range at a time; the next one overwrites it.
+        entry: The metadata of the tensor.
+        buffer: The memory of a range. Each range overwrites the previous one.
 
     Raises:
-        OSError, EOFError: a file is missing or too short.
-        ValueError: elements are not in the checkpoint.
+        OSError, EOFError: A file is missing or too short.
+        ValueError: Elements are not in the checkpoint.
     """
     dtype, numel = entry.properties.dtype, math.prod(entry.size)
     step = max(buffer.num_bytes // dtype.itemsize, 1)
@@ -186,7 +186,7 @@ def saved_parts(
 
 
 class _IntoBoxes(dcp.DefaultLoadPlanner):
-    """Reads into boxes, which are stored consecutively in a flat tensor."""
+    """Planner that reads boxes of a tensor consecutively into a flat tensor."""
 
     def __init__(self, flat: Tensor, boxes: tuple[Box, ...]) -> None:
         super().__init__()
@@ -205,11 +205,11 @@ class _IntoBoxes(dcp.DefaultLoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """No-op: the item was read in place."""
+        """Do nothing: the item was read in place."""
 
 
 def _replica(engine: EngineLike) -> tuple[int, int]:
-    """This rank's index among the ranks that hold the same slices, and the number of these
+    """Returns this rank's index among the ranks that hold the same slices, and the number of these
     ranks."""
     number, count = 0, 1
     for axis in (Axis.OUTER, Axis.INNER):
@@ -220,8 +220,8 @@ def _replica(engine: EngineLike) -> tuple[int, int]:
 
 
 def parts_of(tensor: Tensor) -> list[Part]:
-    """Views of this rank's elements of a tensor, in parts that are contiguous in the unsharded
-    tensor."""
+    """Returns views of this rank's elements of a tensor, in parts that are contiguous in the
+    unsharded tensor."""
     if isinstance(tensor, FlatDTensor):
         first, local, spread = (
             tensor.flat_placement.start,

@@ -1,17 +1,18 @@
-"""Sharded tensors within ``extra``: an average of the weights, the state of a further optimizer.
+"""Saves and loads sharded tensors within ``extra``, such as averages of the weights.
 
-A pickle of ``extra`` would contain one rank's slice, which is of no use to another number of ranks.
-Therefore each sharded tensor is an entry of its own, as parameters are:
+A pickle of ``extra`` would contain one rank's slice, which another number of ranks cannot load.
+Therefore each sharded tensor is a separate entry, like a parameter:
 
     extra_tensors.<name>       the tensor, of which each rank writes its slice
     extra, ranks.<rank>        pickles, which contain a reference where the tensor was
 
-The pickler finds the tensors in any container or object, and its memo keeps one that occurs twice
-one object. A loaded tensor has the placement that the parameter with its name has in the loading
-job. At ``no_shard``, or where the model has no such parameter, it is a plain full tensor.
+The pickler finds the tensors in any container or object, and its memo ensures that a tensor that
+occurs twice is loaded as one object. A loaded tensor has the placement of the corresponding
+parameter in the loading job. At ``no_shard``, or if the model has no such parameter, it is a plain
+full tensor.
 
-Older checkpoints contain slices within the pickles. :meth:`ExtraTargets.foreign_slices` finds those
-that are no slices of the loading rank.
+Older checkpoints contain slices within the pickles. :meth:`ExtraTargets.foreign_slices` finds the
+slices among them that do not belong to the loading rank.
 """
 
 from __future__ import annotations
@@ -41,13 +42,14 @@ from fsdp_engine.memory import allocator
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands in a pickle for a sharded tensor.
+    """Replaces a sharded tensor in a pickle.
 
     Attributes:
-        key: The name of its entry, without the section.
-        param: name of the parameter that is sharded like it; "": none of the engine's is.
+        key: The name of the tensor's entry, without the section.
+        param: The name of the parameter that is sharded like the tensor; "": no parameter of the
+            engine is.
         shape: The shape of the full tensor.
-        requires_grad: whether it required grad.
+        requires_grad: Whether the tensor required grad.
         placement: The placement of the saved slice, if ``param`` is "".
     """
 
@@ -63,8 +65,8 @@ class Reference:
 
 
 def restore_reference(*args: Any) -> Any:
-    """Called by pickles of ``extra``: returns the tensor within :meth:`ExtraTargets.reading`, else
-    the reference."""
+    """Returns the tensor of a reference within :meth:`ExtraTargets.reading`, else the reference.
+    Pickles of ``extra`` call this function."""
     reference = Reference(*args)
     targets = _TARGETS.get()
     return reference if targets is None else targets.tensor_of(reference)
@@ -81,28 +83,28 @@ class ExtraTensors:
         engine: The engine whose parameters have the same placements.
 
     Attributes:
-        entries: the tensors by name; complete after :meth:`pack`.
+        entries: The tensors by name. They are complete after :meth:`pack`.
     """
 
     def __init__(self, engine: ShardedModel) -> None:
         self.entries: dict[str, Tensor] = {}
         self._num_ranks = engine.ranks.size
         self._references: dict[int, Reference] = {}
-        self._held: list[Tensor] = []  # keeps the keys of ``_references`` valid
+        self._held: list[Tensor] = []  # keeps the ids in ``_references`` valid
         self._params: dict[str, list[SavedParam]] = {}
         for param in saved_params(engine).values():
             if isinstance(param.held, FlatDTensor):
                 self._params.setdefault(param.held.flat_placement.name, []).append(param)
 
     def pack(self, value: Mapping[str, Any], extra: Mapping[str, Any]) -> bytes:
-        """Serialize ``value``, with references in the place of sharded tensors.
+        """Serialize ``value``, with references instead of sharded tensors.
 
         Args:
-            value: contains ``extra``.
+            value: The value to serialize, which contains ``extra``.
             extra: The user's values by name.
 
         Raises:
-            ValueError: a sharded tensor cannot be saved; names it.
+            ValueError: A sharded tensor cannot be saved; the message names it.
         """
         names = {id(tensor): name for name, tensor in _named_tensors(extra)}
         unnamed = 0
@@ -152,7 +154,8 @@ class ExtraTensors:
         )
 
     def _param_of(self, flat: FlatPlacement) -> SavedParam | None:
-        """The parameter with this placement. Parameters of several engines may have one name."""
+        """Returns the parameter with this placement. Parameters of several engines may have one
+        name."""
         found = self._params.get(flat.name, ())
         placed = [(_placement(param), param) for param in found]
         same = [param for placement, param in placed if placement is flat]
@@ -166,7 +169,7 @@ class ExtraTensors:
 
     @property
     def signature(self) -> list[str]:
-        """A line for each tensor, which must be the same on all ranks."""
+        """A line for each tensor. The lines must be equal on all ranks."""
         return sorted(
             f"{each.key} (like {each.param or 'no parameter'}, of shape {each.shape}, "
             f"{self.entries[each.key].dtype})"
@@ -175,14 +178,14 @@ class ExtraTensors:
 
 
 def digest_of(signature: Sequence[str]) -> int:
-    """Compare signatures of all ranks by these numbers."""
+    """Returns a checksum of a signature, by which ranks compare their signatures."""
     return zlib.crc32("\n".join(signature).encode())
 
 
 def check_same_tensors(
     digests: Sequence[int], signature: Sequence[str], group: ProcessGroup | None
 ) -> None:
-    """Check that all ranks save slices of the same tensors. Collective where they do not.
+    """Check that all ranks save slices of the same tensors. Collective if they do not.
 
     Args:
         digests: The digest of each rank.
@@ -190,7 +193,7 @@ def check_same_tensors(
         group: The process group of all ranks.
 
     Raises:
-        ValueError: on all ranks; names a tensor that some rank does not save.
+        ValueError: Some rank does not save a tensor, which the message names. All ranks raise.
     """
     if len(set(digests)) < 2:
         return
@@ -207,16 +210,16 @@ def check_same_tensors(
 
 
 class ExtraTargets:
-    """Tensors for the references in the pickles of a checkpoint.
+    """Allocates the tensors for the references in the pickles of a checkpoint.
 
     Args:
-        saved: keys of the checkpoint.
-        params: Parameters of the loading model. Empty: all tensors are full.
-        is_same_job: as many ranks load as have saved. A tensor that is sharded like no parameter
-            then has the placement that it was saved with.
+        saved: The keys of the checkpoint.
+        params: The parameters of the loading model. If empty, all tensors are full.
+        is_same_job: Whether the number of ranks is the same as at the save. A tensor that is
+            sharded like no parameter then has the saved placement.
 
     Attributes:
-        targets: tensors to read, on the CPU, by flat key.
+        targets: The tensors to read, on the CPU, by flat key.
     """
 
     def __init__(
@@ -230,7 +233,7 @@ class ExtraTargets:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Context in which pickles of ``extra`` get tensors, which are read afterwards."""
+        """Context in which unpickling ``extra`` allocates tensors, which are read afterwards."""
         token = _TARGETS.set(self)
         try:
             yield
@@ -241,7 +244,7 @@ class ExtraTargets:
         """Allocate the tensor of a reference.
 
         Raises:
-            ValueError: the checkpoint does not contain it.
+            ValueError: The checkpoint does not contain the tensor.
         """
         key = f"{EXTRA_TENSORS}.{reference.key}"
         if self._saved.shape(key) != reference.shape:
@@ -268,13 +271,13 @@ class ExtraTargets:
         return target
 
     def foreign_slices(self, extra: Any, engine: ShardedModel, *, is_own: bool) -> list[str]:
-        """Describe the slices within ``extra`` that are no slices of this rank. Older checkpoints
-        contain slices in pickles.
+        """Describe the slices within ``extra`` that do not belong to this rank. Only older
+        checkpoints contain slices in pickles.
 
         Args:
             extra: The unpickled values.
             engine: The engine that loads them.
-            is_own: the same rank, of as many ranks, has saved it.
+            is_own: Whether the same rank, of the same number of ranks, has saved ``extra``.
         """
         placements = [
             placement
@@ -294,7 +297,7 @@ class ExtraTargets:
                     found.append(f"{flat.name or 'a tensor'}, {flat}")
             return (int, ()) if isinstance(each, Tensor) else NotImplemented
 
-        # Of objects that cannot be pickled, those that come first are examined.
+        # If an object cannot be pickled, only the objects before it are examined.
         with suppress(Exception):
             _pickler(note)(_Discard()).dump(extra)
         return found
@@ -311,7 +314,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _dumps(value: Any, reduce: Callable[[Any], Any]) -> bytes:
-    """``torch.save`` with another reduction of some objects."""
+    """Serialize as ``torch.save`` does, but with ``reduce`` for the objects that it accepts."""
     packed = io.BytesIO()
     torch.save(value, packed, SimpleNamespace(__name__="pickle", Pickler=_pickler(reduce)))
     return packed.getvalue()
@@ -331,7 +334,7 @@ def _pickler(reduce: Callable[[Any], Any]) -> type[pickle.Pickler]:
 
 
 def _named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Sharded tensors in containers, with a name for each, which no two have."""
+    """Yield the sharded tensors in containers, each with a unique name."""
     taken: dict[str, int] = {}
     for path, tensor in _paths(value, (), set()):
         name = ".".join(map(str, path))

@@ -1,4 +1,4 @@
-"""The files of one checkpoint, as a rank finds them."""
+"""Finds the files of one checkpoint that a rank checks and reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_engine.comm.groups import Ranks
 
 
 class CheckpointFiles:
-    """Files of a checkpoint in a folder that all ranks share, or of which each has a full copy.
+    """The files of a checkpoint in a folder that all ranks share or of which each rank has a copy.
 
     Attributes:
         folder: The folder of the checkpoint.
@@ -20,9 +20,9 @@ class CheckpointFiles:
         self._ranks = ranks
 
     def to_check(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` that this rank checks. The ranks share the work."""
+        """Returns the files among ``names`` that this rank checks. The ranks share the work."""
         return sorted(names)[self._ranks.rank :: self._ranks.size]
 
     def fetch(self, names_to_read: Callable[[], Iterable[str]]) -> None:
-        """Bring the files that this rank reads into the folder, if they can be elsewhere.
-        Collective."""
+        """Copy the files that this rank reads into the folder. Collective. Does nothing here; a
+        subclass gets files from other nodes."""

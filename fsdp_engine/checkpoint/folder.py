@@ -1,4 +1,4 @@
-"""Saving and loading of single checkpoints, independent of ranks, strategy and mesh.
+"""Saves and loads single checkpoints, independent of ranks, strategy and mesh.
 
 A checkpoint is a folder in the format of ``torch.distributed.checkpoint`` (DCP). Each rank writes
 and reads its own slices; nothing is gathered. Entries have the same names as in unsharded code:
@@ -20,14 +20,15 @@ and reads its own slices; nothing is gathered. Entries have the same names as in
     ``stage``                                 place of a pipeline's stage
     ========================================  ====================================================
 
-Unsharded code loads the weights with ``dcp.load({"model": model.state_dict()},
-checkpoint_id=path)``, and checkpoints that it saves with ``dcp.save({"model": model.state_dict()},
-...)`` can be loaded here. If they also contain ``"optimizer": get_optimizer_state_dict(model,
-optimizer)`` of ``torch.distributed.checkpoint.state_dict``, as those of FSDP2 programs do, the
-optimizer can be loaded, too.
+Unsharded code can load the weights with
+``dcp.load({"model": model.state_dict()}, checkpoint_id=path)``, and checkpoints that it saves with
+``dcp.save({"model": model.state_dict()}, ...)`` can be loaded here. If they also contain
+``"optimizer": get_optimizer_state_dict(model, optimizer)`` of
+``torch.distributed.checkpoint.state_dict``, as those of FSDP2 programs do, the optimizer can also
+be loaded.
 
 If :func:`save_checkpoint` overwrites an older checkpoint, it renames the new metadata into place as
-the last step, so that the older checkpoint stays intact if the job is killed during the save.
+the last step, so that the older checkpoint remains intact if the job is killed during the save.
 
 Checkpoints contain pickles. They are read without running code: see ``inert_pickle.py``.
 """
@@ -101,15 +102,15 @@ from fsdp_engine.comm.rendezvous import ERROR_KINDS
 
 @contextmanager
 def convert_dcp_errors(what: str) -> Iterator[None]:
-    """Context that converts ``CheckpointException`` to an ``Exception``, the same on all ranks.
+    """Context that converts ``CheckpointException`` to an ``Exception`` of one class on all ranks.
 
     ``CheckpointException`` is a ``BaseException``, which ``except Exception`` does not catch.
 
     Args:
-        what: name of the operation, for the message.
+        what: The name of the operation in the message.
 
     Raises:
-        Exception: of the class of the first failed rank's exception, if the operation failed.
+        Exception: The operation failed. The class is that of the first failed rank's exception.
     """
     try:
         yield
@@ -117,7 +118,7 @@ def convert_dcp_errors(what: str) -> Iterator[None]:
         causes = {rank: cause[0] for rank, cause in sorted(caught.failures.items())}
         first = next(iter(causes.values()))
         if not isinstance(first, Exception):
-            raise first from caught  # an interrupt, or an exit
+            raise first from caught  # an interrupt or an exit
         kind = next((each for each in type(first).__mro__ if each.__name__ in ERROR_KINDS), None)
         found = "; ".join(
             f"on data-parallel rank {rank}: {type(cause).__name__}: {cause}"
@@ -129,14 +130,14 @@ def convert_dcp_errors(what: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Result of a load.
+    """The result of a load.
 
     Attributes:
-        step: the training step that was saved; None if the checkpoint does not contain it.
-        problems: a line for each entry that is missing, unexpected or does not fit.
-        extra: the ``extra`` that was loaded, tensors on the CPU.
-        of_rank_0: values of ``extra`` of which ranks saved different ones, where another number
-            of ranks loads them: all ranks have loaded those of rank 0.
+        step: The training step that was saved; None if the checkpoint does not contain it.
+        problems: A line for each entry that is missing, unexpected or does not fit.
+        extra: The loaded ``extra``, with tensors on the CPU.
+        of_rank_0: Names of the values of ``extra`` that differed between ranks at a save with
+            another number of ranks. All ranks have loaded the values of rank 0.
     """
 
     step: int | None = None
@@ -156,27 +157,27 @@ def save_checkpoint(
     """Write weights, optimizer state and ``extra`` to a folder. Collective.
 
     Args:
-        path: the folder, on storage that all ranks share; created if it does not exist. An older
-            checkpoint in it is replaced, other files are not changed.
-        engine: result of :func:`~fsdp_engine.sharding.shard`; or a dict of several, over the same
-            ranks. Entries then begin with the name: ``model.actor.head.weight``.
-        optimizer: one or several over the parameters of all engines, torch's or Megatron-Core's.
-            State tensors without the parameter's shape must be the same on all ranks.
-        extra: additional values that ``torch.save`` accepts: step, LR scheduler, data position.
-            That of data-parallel rank 0 is saved. Of sharded tensors in it each rank saves its
-            slice, so all ranks must have them.
-        trainable_only: omit parameters that were frozen at ``shard()``, such as a base model under
+        path: Path of the folder, on storage that all ranks share; it is created if it does not
+            exist. An older checkpoint in it is replaced; other files are not changed.
+        engine: The result of ``fsdp_engine.shard``, or a dict of several engines over the same
+            ranks. Entries then begin with the engine's name: ``model.actor.head.weight``.
+        optimizer: One optimizer, or several, over the parameters of all engines: torch's or
+            Megatron-Core's. State tensors without the parameter's shape must be equal on all ranks.
+        extra: Additional values that ``torch.save`` accepts: step, LR scheduler, data position. The
+            values of data-parallel rank 0 are saved. Each rank saves its slice of a sharded tensor
+            in ``extra``, so all ranks must pass such tensors.
+        trainable_only: Omit parameters that were frozen at ``shard()``, such as a base model under
             adapters. Persistent buffers are saved.
 
     Raises:
         NotADirectoryError: ``path`` is a file.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``.
-        ValueError, TypeError: the optimizer does not belong to the engine, or has state that is
-            neither tensor nor number; ``extra`` is not a dict.
-        RuntimeError, OSError: writing failed on some rank. An older checkpoint is unchanged, and
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``.
+        ValueError, TypeError: The optimizer does not belong to the engine or has state that is
+            neither tensor nor number, or ``extra`` is not a dict.
+        RuntimeError, OSError: Writing failed on some rank. An older checkpoint is unchanged, and
             the new files are removed.
 
-    Each error is raised on all ranks; all but the last before anything is written.
+    All ranks raise each error. All errors but the last are raised before anything is written.
     """
     folder, model = Path(path), join_engines(engine)
     model.await_ranks()
@@ -225,39 +226,40 @@ def load_checkpoint(
     trust: bool = False,
     trainable_only: bool = False,
 ) -> dict[str, Any]:
-    """Read what :func:`save_checkpoint` or ``torch.distributed.checkpoint`` wrote. Collective.
+    """Load a checkpoint of ``save_checkpoint`` or ``torch.distributed.checkpoint``. Collective.
 
-    Weights equal the saved ones bit for bit, for any strategy, mesh and number of ranks of the
-    save, and the next forward uses them. So do the optimizer's state and hyperparameters, which are
-    matched by the names of parameters, not by their order. The optimizer does not have to have
-    stepped: its state is created.
+    Loaded weights equal the saved ones bit for bit, for any strategy, mesh and number of ranks of
+    the save, and the next forward uses them. The same holds for the optimizer's state and
+    hyperparameters, which are matched by the names of parameters, not by their order. The state is
+    created if the optimizer has not stepped yet.
 
     Args:
-        path: the folder.
-        engine: the engine, or a dict of engines as at the save, whose weights and buffers are
-            replaced.
-        optimizer: the optimizer whose state and hyperparameters are replaced; None: load weights
-            only.
-        trust: allow objects of any class, which may run arbitrary code of the checkpoint's author.
-        trainable_only: do not change parameters that were frozen at ``shard()``, whether the
-            checkpoint contains them or not. Required for a checkpoint that was saved with it.
+        path: Path of the folder.
+        engine: The engine whose weights and buffers are replaced, or a dict of engines as at the
+            save.
+        optimizer: The optimizer whose state and hyperparameters are replaced. None: only weights
+            are loaded.
+        trust: Allow objects of any class, which may run arbitrary code of the checkpoint's author.
+        trainable_only: Do not change parameters that were frozen at ``shard()``, whether the
+            checkpoint contains them or not. Required for a checkpoint that was saved with this
+            option.
 
     Returns:
-        ``extra`` of the save, tensors on the CPU; empty if there was none. Sharded tensors in it
-        have the placements of the parameters that they were sharded like.
+        The ``extra`` of the save, with tensors on the CPU; empty if there was none. Sharded tensors
+        in it have the placements of the corresponding parameters.
 
     Raises:
-        FileNotFoundError: there is no checkpoint at ``path``.
+        FileNotFoundError: There is no checkpoint at ``path``.
         NotADirectoryError: ``path`` is a file.
-        ValueError: entries are missing, unexpected, of another shape, or of a dtype that would
+        ValueError: Entries are missing, unexpected, of another shape, or of a dtype that would
             be rounded (all of them are listed); or the optimizer is of another class, has other
             parameters, or groups them so that a group would have two values of one
             hyperparameter; or files are damaged, or an object is of a class that could run code.
-        RuntimeError, TypeError: as for :func:`save_checkpoint`.
-        RuntimeError: reading failed half way. Weights are partly replaced, and forwards and saves
+        RuntimeError, TypeError: As for ``save_checkpoint``.
+        RuntimeError: Reading failed halfway. Weights are partly replaced, and forwards and saves
             raise until a checkpoint is loaded.
 
-    Each error is raised on all ranks; all but the last before anything is changed.
+    All ranks raise each error. All errors but the last are raised before anything is changed.
     """
     model = join_engines(engine)
     model.await_ranks()
@@ -285,14 +287,16 @@ def load_matching(
     """Match a folder on all ranks, then load the entries that fit. Collective.
 
     Args:
-        what: name of the operation, for messages.
-        group: the ranks.
-        make: creates the match on this rank.
-        strict: raise if entries are missing, unexpected or do not fit.
-        check: raises if the objects that were read do not fit. Nothing has been changed.
+        what: The name of the operation in messages.
+        group: The process group of all ranks; None: there is one rank.
+        make: Function that creates the match on this rank.
+        strict: Raise if entries are missing, unexpected or do not fit.
+        check: Function that raises if the objects that were read do not fit. It is called before
+            anything is changed.
 
     Raises:
-        Exception: raised by ``make`` or ``check``; or see :func:`load_checkpoint`. On all ranks.
+        Exception: ``make`` or ``check`` raised an error, or an error of :func:`load_checkpoint`.
+            All ranks raise.
     """
     match: FolderMatch | None = None
     error: Exception | None = None
@@ -313,17 +317,17 @@ def load_matching(
 
 
 def check_extra_slices(match: FolderMatch) -> None:
-    """Check that ``extra`` contains no slice of other ranks.
+    """Check that ``extra`` contains no slices of other ranks.
 
     Raises:
-        ValueError: it does; names the slices.
+        ValueError: ``extra`` contains such slices; the message names them.
     """
     if found := match.foreign_slices(EXTRA, match.targets.get(EXTRA, {})):
         raise ValueError(foreign_slices_text(EXTRA, found))
 
 
 def foreign_slices_text(where: str, found: list[str]) -> str:
-    """The error for slices of other ranks in an older checkpoint."""
+    """Returns the error message for slices of other ranks in an older checkpoint."""
     return (
         f"{where}: expected full tensors, or this rank's slices; found slices of other ranks, as "
         f"older versions saved them: {'; '.join(found[:4])}. Load the checkpoint with as many "
@@ -337,10 +341,10 @@ def training_entries(
     *,
     trainable_only: bool = False,
 ) -> dict[str, Any]:
-    """Entries of weights and optimizer state that this rank saves.
+    """Returns the entries of weights and optimizer state that this rank saves.
 
     Raises:
-        RuntimeError, ValueError, TypeError: see :func:`save_checkpoint`.
+        RuntimeError, ValueError, TypeError: Errors of :func:`save_checkpoint`.
     """
     check_at_rest(engine)
     engine.missing_values.check()
@@ -356,7 +360,7 @@ def training_entries(
 
 
 def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup | None) -> None:
-    """Write the entries of all ranks. Collective; an error on one rank is raised on all."""
+    """Write the entries of all ranks. Collective. All ranks raise an error of any rank."""
     with _ignore_single_rank_warning(), convert_dcp_errors("writing"):
         dcp.save(
             entries,
@@ -368,25 +372,26 @@ def write_entries(entries: dict[str, Any], writer: Writer, group: ProcessGroup |
 
 
 class FolderMatch:
-    """Match of a checkpoint with an engine and an optimizer. Not collective before :meth:`fetch`.
+    """Match of a checkpoint with an engine and an optimizer. The constructor is not collective.
 
     Args:
         files: The files of the checkpoint.
-        engine: the engine whose weights are replaced.
-        optimizer: the optimizer whose state is replaced; None: load weights only.
-        others: keys of packed objects to read in addition, where they exist.
-        trust: allow objects of any class, which may run arbitrary code.
-        examined: returns keys of packed objects that are read one at a time, and not kept.
-        examine: called with each of these objects.
-        trainable_only: do not change frozen parameters.
-        is_same_job: as many ranks load as have saved.
+        engine: The engine whose weights are replaced.
+        optimizer: The optimizer whose state is replaced. None: only weights are loaded.
+        others: Keys of packed objects that are also read if they exist.
+        trust: Allow objects of any class, which may run arbitrary code.
+        examined: Function that returns keys of packed objects that are read one at a time and not
+            kept.
+        examine: Function that is called with each of these objects.
+        trainable_only: Do not change frozen parameters.
+        is_same_job: Whether the number of ranks is the same as at the save.
 
     Attributes:
-        problems: a line for each entry that does not fit. These are not in ``targets``.
-        targets: entries to read; after :meth:`load`, the values that were read.
+        problems: A line for each entry that does not fit. Such entries are not in ``targets``.
+        targets: The entries to read; after :meth:`load`, the values that were read.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, RuntimeError, TypeError, ValueError: see
+        FileNotFoundError, NotADirectoryError, RuntimeError, TypeError, ValueError: Errors of
             :func:`load_checkpoint`.
     """
 
@@ -448,8 +453,8 @@ class FolderMatch:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Values that must be equal on all ranks of the load. The folder is identified by its
-        content, because its path may differ between ranks."""
+        """Values that must be equal on all ranks of a load. A checksum identifies the folder,
+        because its path may differ between ranks."""
         return {
             "checkpoint": f"checksum {zlib.crc32((self._folder / METADATA).read_bytes()):08x}",
             "optimizer": optimizer_kind(self._given_optimizer),
@@ -467,10 +472,10 @@ class FolderMatch:
             self.problems.append(f"{STAGE}: {text}. Each stage has a folder of its own")
 
     def raise_problems(self) -> None:
-        """Raise if there are problems.
+        """Raise an error if there are problems.
 
         Raises:
-            ValueError: entries do not fit; all of them are listed.
+            ValueError: Entries do not fit; all of them are listed.
         """
         if self.problems:
             lines = "\n  ".join(self.problems)
@@ -480,22 +485,22 @@ class FolderMatch:
             )
 
     def fetch(self) -> None:
-        """Bring the files of the targets into the folder, if they can be elsewhere. Collective."""
+        """Copy the files of the targets into the folder if other nodes have them. Collective."""
         targets = self.targets | dict.fromkeys(self._examined)
         self._files.fetch(lambda: files_of(targets, self._metadata))
 
     def read_objects(
         self, what: str, group: ProcessGroup | None, check: Callable[[FolderMatch], object]
     ) -> None:
-        """Read the targets that are objects, which may be refused. Changes nothing. Collective.
+        """Read the targets that are objects. Changes nothing. Collective.
 
         Args:
-            what: name of the operation, for messages.
+            what: The name of the operation in messages.
             group: The group of all ranks; None: there is one rank.
-            check: raises if they do not fit.
+            check: Function that raises if the objects do not fit.
 
         Raises:
-            Exception: an object cannot be read, or does not fit; on all ranks.
+            Exception: An object cannot be read, is refused or does not fit. All ranks raise.
         """
         tensors = {key: value for key, value in self.targets.items() if value is not None}
         objects = {key: value for key, value in self.targets.items() if value is None}
@@ -522,20 +527,21 @@ class FolderMatch:
         return unpack(packed, f"{self._folder}: {key}", self._trust)
 
     def foreign_slices(self, key: str, value: Any) -> list[str]:
-        """See :meth:`.ExtraTargets.foreign_slices`; ``value`` is from the object at ``key``."""
+        """Describe the slices of other ranks in a value of the object at ``key``. See
+        :meth:`.ExtraTargets.foreign_slices`."""
         is_own = key.startswith(f"{RANKS}.")
         return self._extra.foreign_slices(value, self._engine, is_own=is_own)
 
     def load(self, what: str, group: ProcessGroup | None) -> None:
-        """Read the targets that are tensors, in place, and load all into engine and optimizer.
-        Collective.
+        """Read the targets that are tensors, in place, and load all targets into engine and
+        optimizer. Collective.
 
         Args:
-            what: name of the operation, for messages.
+            what: The name of the operation in messages.
             group: The group of all ranks; None: there is one rank.
 
         Raises:
-            RuntimeError: reading tensors failed on some rank. The engine's values are then missing.
+            RuntimeError: Reading tensors failed on some rank. The engine then has missing values.
         """
         tensors = self._tensors
         error: Exception | None = None
@@ -556,14 +562,14 @@ class FolderMatch:
 
 
 def _missing_key(key: str) -> Hashable:
-    """An entry in ``engine.missing_values``: a tensor of the model by its name there, any other
-    entry by a key that no tensor of the model has."""
+    """Returns the key of an entry in ``engine.missing_values``: a tensor's name in the model; for
+    any other entry a key that no tensor of the model has."""
     name = key.removeprefix(f"{MODEL}.")
     return name if name != key else (key,)
 
 
 class _LoadPlanner(dcp.DefaultLoadPlanner):
-    """Reads objects without running code, unless ``trust`` is set."""
+    """Planner that reads objects without running code, unless ``trust`` is set."""
 
     def __init__(self, folder: Path, trust: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -585,18 +591,19 @@ def read_entries(
     alone: bool = True,
     trust: bool = False,
 ) -> None:
-    """Read ``targets``.
+    """Read entries of a checkpoint.
 
     Args:
         folder: The folder of the checkpoint.
         metadata: The metadata of the checkpoint.
-        targets: tensors are filled in place, objects are set.
-        group: the ranks that read together.
-        alone: not collective.
-        trust: allow objects of any class, which may run arbitrary code.
+        targets: The entries to read, by key. Tensors are filled in place, and None is replaced by
+            the object.
+        group: The process group of the ranks that read together.
+        alone: Whether this rank reads alone; the call is then not collective.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Raises:
-        Exception: of this rank's error; on the other ranks of the same class.
+        Exception: Reading failed on some rank. All ranks that read together raise the same class.
     """
     with _ignore_single_rank_warning(), convert_dcp_errors("reading"):
         dcp.load(
@@ -609,7 +616,7 @@ def read_entries(
 
 
 def files_of(targets: Targets, metadata: Metadata) -> set[str]:
-    """Names of the files that :func:`read_entries` reads for ``targets``."""
+    """Returns the names of the files that :func:`read_entries` reads for ``targets``."""
     planner = _LoadPlanner(Path(), trust=False)
     planner.set_up_planner(targets, metadata, is_coordinator=False)
     return {
@@ -620,8 +627,8 @@ def files_of(targets: Targets, metadata: Metadata) -> set[str]:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Context without garbage collection. DCP's plans consist of so many objects that they would
-    trigger a full collection on some rank, and all other ranks would wait for it."""
+    """Context without garbage collection. DCP's plans consist of so many objects that creating them
+    would trigger a full collection on some rank, for which all other ranks would wait."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,12 +1,11 @@
 """Reads and writes folders of safetensors in the layout of Hugging Face libraries.
 
 Nothing is gathered, and no tensor is sent between ranks. Each rank computes from names, shapes and
-dtypes which bytes of which file its slices are (``safetensors_folder.py``), and writes or reads
-them through one buffer. Steps of an export:
+dtypes at which bytes of which files its slices are (``safetensors_folder.py``), and writes or reads
+them through one buffer. An export has three steps:
 
-1. All ranks compute the same plan, and agree on it. Rank 0 creates the files, with headers and
-    final
-   sizes, in a folder whose name is not that of a model.
+1. All ranks compute the same plan, and compare it. Rank 0 creates the files, with headers and
+   final sizes, in a temporary folder.
 2. Each rank writes its slices. If several ranks hold the same elements, one of them writes.
 3. When all ranks have finished, rank 0 renames the files into place, the index last
    (``safetensors_folder.py``).
@@ -51,11 +50,11 @@ from fsdp_engine.checkpoint.sharded_model import EngineLike, ShardedModel
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
 
-# Memory that a rank uses in addition to its slices while it reads or writes.
+# Bytes of memory that a rank uses in addition to its slices while it reads or writes.
 BUFFER_BYTES = 16 << 20
 
 
-# Maps a name in a file to a name in the model; None: the tensor is not read.
+# Maps a name in a file to a name in the model, or to None if the tensor is not read.
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 
@@ -70,32 +69,34 @@ def export_safetensors(
 ) -> None:
     """Write weights as safetensors, in the layout of ``save_pretrained``.
 
-    Main weights and persistent buffers (those of rank 0) are written under the model's names. A
-    tied weight is written once, under its first name in the order of modules; the file's header
-    contains its other names. (Checkpoints do not contain ties: an export from a checkpoint writes a
-    tied weight under each name.) Extra states of modules are omitted.
+    Main weights and the persistent buffers of rank 0 are written under the model's names. A tied
+    weight is written once, under its first name in the order of modules; the file's header contains
+    its other names. (Checkpoints contain no information about ties, so an export from a checkpoint
+    writes a tied weight under each name.) Extra states of modules are omitted.
 
     Args:
-        engine_or_path: result of :func:`~fsdp_engine.sharding.shard`; collective over its ranks.
-            Or the folder of a checkpoint in the format of ``torch.distributed.checkpoint``, with
-            keys ``model.<name>``; called by one process, without a process group.
-        directory: on storage that all ranks share; created if it does not exist. Model files of an
-            earlier export are replaced, other files (``config.json``) are not changed.
-        dtype: for floating-point tensors; None: that of the main weights.
-        max_shard_size: maximum bytes of tensors in one file, or a text such as "5GB" (10**9 bytes
-            each). A larger tensor is written into a separate file.
-        progress: called with the number of bytes that this rank has written, before a cast.
-        trust: allow objects of any class in the checkpoint, which may run arbitrary code.
+        engine_or_path: The result of ``fsdp_engine.shard``; the call is then collective over its
+            ranks. Or the folder of a checkpoint in the format of ``torch.distributed.checkpoint``,
+            with keys ``model.<name>``; one process calls it then, without a process group.
+        directory: Path on storage that all ranks share; the directory is created if it does not
+            exist. Model files of an earlier export are replaced; other files (``config.json``) are
+            not changed.
+        dtype: The dtype of floating-point tensors. None: the dtype of the main weights.
+        max_shard_size: Maximum bytes of tensors in one file, or a string such as "5GB" (1 GB is
+            10**9 bytes). A larger tensor is written into a separate file.
+        progress: Function that is called with the bytes of each part that this rank has written,
+            counted in the dtype before a cast.
+        trust: Allow objects of any class in the checkpoint, which may run arbitrary code.
 
     Raises:
-        ValueError, TypeError: an argument is not legal or differs between ranks, the format does
+        ValueError, TypeError: An argument is not legal or differs between ranks, the format does
             not support the dtype of a tensor, or the checkpoint is damaged.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``, or after a load that
-            failed half way.
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``, or a load
+            failed halfway.
         OSError: ``directory`` cannot be written, or there is no checkpoint.
 
-    Each error is raised on all ranks. Files of the new export are removed, unless renaming them
-    failed half way.
+    All ranks raise each error. Files of the new export are removed, unless renaming them failed
+    halfway.
     """
     buffer_bytes = BUFFER_BYTES
     engine: EngineLike | None = None
@@ -139,14 +140,15 @@ def export_sources(
     progress: Callable[[int], None] = lambda num_bytes: None,
     stem: str = STEM,
 ) -> None:
-    """Write tensors into a folder; see :func:`export_safetensors`.
+    """Write tensors into a folder, as :func:`export_safetensors` does.
 
     Args:
-        what: name of the operation, for messages.
-        make_sources: returns the tensors to write; the same names, shapes and dtypes on all ranks.
-        ranks: that write together; None: this process alone.
-        buffer_bytes: size of the buffer for conversions.
-        directory, dtype, max_shard_size, progress: see :func:`export_safetensors`.
+        what: The name of the operation in messages.
+        make_sources: Function that returns the tensors to write, with the same names, shapes and
+            dtypes on all ranks.
+        ranks: The ranks that write together. None: this process alone.
+        buffer_bytes: Number of bytes of the buffer for conversions.
+        directory, dtype, max_shard_size, progress: See :func:`export_safetensors`.
         stem: The stem of the file names.
     """
     group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
@@ -185,38 +187,38 @@ def export_sources(
     finally:
         if folder is not None:
             folder.discard()
-    # All ranks return or raise after the folder has its final content.
+    # No rank returns or raises before the folder has its final content.
     agree(what, error, group)
 
 
 def load_safetensors(
     engine: ShardedModel, directory: str | os.PathLike[str], rename: Rename | None = None
 ) -> None:
-    """Read weights that ``save_pretrained`` or :func:`export_safetensors` wrote. Collective.
+    """Read weights that ``save_pretrained`` or ``export_safetensors`` wrote. Collective.
 
     Each rank reads the bytes of its own slices, so that ranks with different slices together read
     every file about once. Values are converted to the main weights' dtypes, and the next forward
     uses them. The model may have been built on the meta device.
 
     Args:
-        engine: the engine whose weights and persistent buffers are replaced.
-        directory: contains ``model.safetensors``, or the files that
-            ``model.safetensors.index.json`` names; or the same of ``diffusion_pytorch_model``; or
-            any other files ``*.safetensors``.
-        rename: maps a name in the files to the model's name, or to None to ignore the tensor: a
-            function, or a mapping of the names that change. None: names are the model's.
+        engine: The engine whose weights and persistent buffers are replaced.
+        directory: Path of a folder that contains ``model.safetensors``, or the files that
+            ``model.safetensors.index.json`` lists, or the same with the stem
+            ``diffusion_pytorch_model``, or any other files ``*.safetensors``.
+        rename: Function that maps a name in the files to the model's name, or to None to ignore the
+            tensor. Or a mapping of the names that differ. None: the names are equal.
 
     Raises:
-        ValueError: tensors are missing, unexpected, of another shape, or of a dtype that cannot be
+        ValueError: Tensors are missing, unexpected, of another shape, or of a dtype that cannot be
             converted (all of them are listed; a tied weight may be stored under any of its names),
             or a file is damaged.
         TypeError: ``rename`` or its result has a wrong type.
-        OSError: the folder or a file is missing.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
-            half way. Weights are then partly replaced, and forwards and saves raise until weights
-            are loaded.
+        OSError: The folder or a file is missing.
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``. Or reading
+            failed halfway: weights are then partly replaced, and forwards and saves raise until
+            weights are loaded.
 
-    Each error is raised on all ranks; all but the last before anything is changed.
+    All ranks raise each error. Weights are unchanged after any error except a failed read.
     """
     what = "load_safetensors"
     engine.await_ranks()
@@ -246,11 +248,12 @@ def _check_dtype(dtype: torch.dtype) -> None:
 
 
 def _plan(sources: Sequence[Source], max_bytes: int, stem: str) -> list[NamedFile]:
-    """Assign tensors to files, and to positions in them."""
+    """Assign tensors to files and to offsets in the files."""
     groups = split(sources, max_bytes)
     files = []
     for number, members in enumerate(groups):
-        # As huggingface_hub records weights that share memory: omitted name, and name in the file.
+        # The header maps each omitted name of a tied weight to its name in the file, as in
+        # huggingface_hub.
         aliases = {alias: source.name for source in members for alias in source.aliases}
         plan = plan_file(
             [(source.name, source.dtype, source.shape) for source in members],
@@ -268,7 +271,7 @@ def _write(
     buffer: ReadBuffer,
     progress: Callable[[int], None],
 ) -> None:
-    """Write this rank's parts, and sync the files."""
+    """Write this rank's parts of the tensors, and sync the files."""
     by_name = {source.name: source for source in sources}
     for file in files:
         descriptor: int | None = None  # opened only if this rank has a part of the file
@@ -292,7 +295,7 @@ def _write(
 
 
 def _stored(directory: Path, rename: Rename | None) -> dict[str, list[TensorInFile]]:
-    """Stored tensors by their names in the model."""
+    """Returns the stored tensors by their names in the model."""
     found: dict[str, list[TensorInFile]] = {}
     for each in read_folder(directory):
         name = _renamed(each.name, rename)

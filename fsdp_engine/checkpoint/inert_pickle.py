@@ -1,18 +1,19 @@
-"""Reads untrusted pickles as data, so that they cannot change any existing object.
+"""Reads untrusted pickles as data, so that a pickle cannot change any existing object.
 
-A pickle calls the callables that it names, and sets attributes on them. Here each class that it may
-name is replaced by a stand-in class that is created for one call, so that a pickle can only change
-stand-ins. The caller converts instances of stand-ins to objects, and validates their values.
+A pickle calls the callables that it names, and sets attributes on them. Here each class that a
+pickle may name is replaced by a stand-in class that is created for one call, so that a pickle can
+only change stand-ins. The caller converts instances of stand-ins to objects and validates their
+values.
 
 [Note: Indices and lengths]
 CPython's unpickler allocates memory for the largest index of its memo, and for the length of a
-string, before it reads the data. Both are numbers of four or eight bytes, so that a pickle of a few
-bytes can allocate GiBs. Therefore a first pass checks the opcodes: an index must be below the
-number of bytes of the pickle, and a string must end within it.
+string, before it reads the data. Both are numbers of four or eight bytes in the pickle, so that a
+pickle of a few bytes can allocate GiBs. Therefore a first pass checks the opcodes: an index must be
+below the number of bytes of the pickle, and a string must end within the pickle.
 
-Objects that ``torch.save`` wrote are read by torch's restricted unpickler, which allows tensors,
-numbers, texts, containers and dtypes. Arrays and numbers of NumPy, dates, paths and ``io.BytesIO``
-are allowed in addition. Anything else is refused; the error contains its name.
+torch's restricted unpickler reads objects that ``torch.save`` wrote. It allows tensors, numbers,
+strings, containers and dtypes. Arrays and numbers of NumPy, dates, paths and ``io.BytesIO`` are
+allowed in addition. All other classes are refused; the error contains their names.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ import torch
 
 
 class RefusedError(ValueError):
-    """A pickle names something that could run code."""
+    """A pickle names a class or function that could run code."""
 
 
 class Record:
-    """Instance of a stand-in class.
+    """An instance of a stand-in class.
 
     Attributes:
-        kind: the caller's name of the class.
-        args: arguments of the constructor.
-        state: set by the pickle; None if it sets none.
+        kind: The caller's name of the class.
+        args: The arguments of the constructor.
+        state: The state that the pickle sets; None if it sets none.
     """
 
     kind: str
@@ -54,18 +55,18 @@ def load(
     constants: Mapping[tuple[str, str], Any],
     trust: bool = False,
 ) -> Any:
-    """Unpickle ``content``.
+    """Unpickle ``content`` without running code.
 
     Args:
-        content: the pickle; bytes after its end are ignored.
-        kinds: allowed classes and functions, by module and name; instances and results are
-            :class:`Record` objects of this kind. Several may have the same kind.
-        constants: allowed immutable objects.
-        trust: allow all other names, which are imported and called.
+        content: The pickle; bytes after its end are ignored.
+        kinds: The kind of each allowed class or function, by module and name. Their instances and
+            results are :class:`Record` objects of this kind. Several may have the same kind.
+        constants: Allowed immutable objects, by module and name.
+        trust: Allow all other names, which are imported and called.
 
     Raises:
-        RefusedError: a name is not allowed; the message is the name.
-        Exception: of any type, if the pickle is damaged.
+        RefusedError: A name is not allowed. The message is the name.
+        Exception: The pickle is damaged. The exception can be of any type.
     """
     _check_numbers(content)
     stand_ins = {kind: _stand_in(kind) for kind in kinds.values()}
@@ -84,7 +85,7 @@ def load(
 
 
 def _stand_in(kind_: str) -> type[Record]:
-    """Create a class with its own functions, because the pickle may change both."""
+    """Create a class with separate functions, because the pickle may change the class and them."""
 
     class StandIn(Record):
         kind = kind_
@@ -102,7 +103,7 @@ def _stand_in(kind_: str) -> type[Record]:
 
 
 _SIZES = {ord(each.code): 0 if each.arg is None else each.arg.n for each in pickletools.opcodes}
-# Bytes of the length that precedes an argument. A negative one fails in the unpickler.
+# Number of bytes of the length that precedes an argument. The unpickler refuses negative lengths.
 _LENGTH_BYTES = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
     pickletools.TAKEN_FROM_ARGUMENT4: 4,
@@ -116,7 +117,8 @@ _PUT, _LONG_BINPUT, _STOP = ord(pickle.PUT), ord(pickle.LONG_BINPUT), ord(pickle
 
 
 def _run_of_fixed() -> re.Pattern[bytes]:
-    """Pattern of consecutive opcodes with arguments of fixed size: nearly all of a pickle."""
+    """Returns a pattern of consecutive opcodes with arguments of fixed size. They are nearly all
+    opcodes of a pickle."""
     codes: dict[int, bytes] = {}
     for code, size in _SIZES.items():
         if size >= 0 and code not in (_LONG_BINPUT, _STOP):
@@ -129,10 +131,10 @@ _FIXED = _run_of_fixed()
 
 
 def _check_numbers(content: bytes) -> None:
-    """See [Note: Indices and lengths].
+    """Check the indices and lengths in a pickle. See [Note: Indices and lengths].
 
     Raises:
-        ValueError: an index or a length is out of bounds.
+        ValueError: An index or a length is out of bounds.
     """
     place, end = 0, len(content)
     while True:
@@ -172,15 +174,15 @@ _ALLOWED: list[Any] = [
 
 
 def read_object(file: Any, where: str, trust: bool = False) -> Any:
-    """Read an object, tensors on the CPU.
+    """Read an object of ``torch.save``, with tensors on the CPU.
 
     Args:
-        file: opened for reading bytes, at its start.
-        where: file and entry, for errors.
-        trust: allow objects of any class, which may run arbitrary code.
+        file: A file that is open for reading bytes, at its start.
+        where: The file and the entry in messages.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Raises:
-        ValueError: the object needs a class or function that is not allowed, or cannot be read.
+        ValueError: The object needs a class or function that is not allowed, or cannot be read.
     """
     content = file if isinstance(file, io.BytesIO) else io.BytesIO(file.read())
     start = content.tell()
@@ -201,7 +203,7 @@ def read_object(file: Any, where: str, trust: bool = False) -> Any:
 
 
 def _unknown(content: io.BytesIO, message: str) -> list[str]:
-    """Names in a pickle that are not allowed."""
+    """Returns the names in a pickle that are not allowed."""
     try:
         with torch.serialization.safe_globals([*_ALLOWED, *_numpy()]):
             names = torch.serialization.get_unsafe_globals_in_checkpoint(content)
@@ -211,7 +213,8 @@ def _unknown(content: io.BytesIO, message: str) -> list[str]:
 
 
 def _numpy() -> list[Any]:
-    """Functions and classes in pickles of NumPy's arrays and numbers, if NumPy was imported."""
+    """Returns the functions and classes in pickles of NumPy's arrays and numbers, if NumPy was
+    imported."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return []

@@ -1,9 +1,9 @@
-"""Describes a checkpoint, and compares two of any ranks and levels. Prints nothing.
+"""Describes a checkpoint, and compares two checkpoints of any ranks and levels. Prints nothing.
 
 A comparison needs bounded memory: both tensors are read in the same flat ranges, independent of
-their chunks. The length of a range is limited by the buffer, which includes the memory of the
-comparison; no tensor is read as a whole. Other entries (hyperparameters, ``extra``) are read one at
-a time.
+their chunks, and no full tensor is in memory. The size of the buffer, which includes the memory of
+the comparison, limits the length of a range. Other entries (hyperparameters, ``extra``) are read
+one at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
 
 # Maximum number of an optimizer's groups that are described.
 MAX_GROUPS = 16
-# Larger objects are not read.
+# Maximum bytes of an object that is read for a description.
 MAX_OBJECT_BYTES = 16 << 20
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a dotted name
@@ -43,7 +43,7 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a dotted name
 
 @dataclasses.dataclass
 class SectionRow:
-    """Numbers of tensors, their elements and bytes, and of other objects in a section."""
+    """The numbers of tensors, of their elements and bytes, and of other objects in a section."""
 
     tensors: int = 0
     elements: int = 0
@@ -53,7 +53,7 @@ class SectionRow:
 
 @dataclasses.dataclass(frozen=True)
 class GroupRow:
-    """A param group of an optimizer: number of parameters, and hyperparameters."""
+    """A param group of an optimizer: its index, number of parameters, and hyperparameters."""
 
     number: str
     parameters: int
@@ -62,22 +62,23 @@ class GroupRow:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """Contents of a checkpoint. Values that it does not contain are None.
+    """The contents of a checkpoint. Values that it does not contain are None.
 
     Attributes:
-        path: its folder.
-        step, world_size, mesh, strategy, libraries: from the manifest.
-        saved_at: time of completion, in ISO 8601.
-        trainable_only: it was saved without frozen parameters.
-        num_files, num_bytes: The number of files and bytes of existing files.
-        missing_files, stray_files: files that do not exist, and files that do not belong to it.
-        sections: tensors and objects by section: model (with buffers, and a tied weight under each
-            of its names), optimizer, extra, ranks, and "other".
-        optimizer: name of its class.
-        groups: the first ``MAX_GROUPS`` groups of the optimizer, of ``num_groups``.
-        extra: the ``extra`` of rank 0 by name, shortened.
-        num_ranks: number of ranks that have saved random states and ``extra``.
-        tensors: a row for each tensor.
+        path: The folder of the checkpoint.
+        step, world_size, mesh, strategy, libraries: The values in the manifest.
+        saved_at: The time of completion, in ISO 8601.
+        trainable_only: Whether it was saved without frozen parameters.
+        num_files, num_bytes: The number and the total bytes of existing files.
+        missing_files, stray_files: Names of files that do not exist, and of files that do not
+            belong to the checkpoint.
+        sections: The counts of each section: model (with buffers, and a tied weight under each of
+            its names), optimizer, extra, ranks, and "other".
+        optimizer: The name of the optimizer's class.
+        groups: The first ``MAX_GROUPS`` param groups of the optimizer.
+        extra: The ``extra`` of rank 0 by name, shortened.
+        num_ranks: The number of ranks that have saved random states and ``extra``.
+        tensors: A row for each tensor.
     """
 
     path: str
@@ -102,7 +103,7 @@ class Description:
 
 
 def describe(checkpoint: StoredCheckpoint) -> Description:
-    """Describe a checkpoint. Reads no tensors except 0-d ones of the optimizer's groups."""
+    """Describe a checkpoint. Reads no tensors except those of one element in groups and extra."""
     manifest, saved = checkpoint.manifest, checkpoint.saved
     files = checkpoint.files()
     num_files, num_bytes = count_files(checkpoint.folder, files)
@@ -144,7 +145,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
 
 
 def tensor_bytes(row: TensorRow) -> int:
-    """Size of a tensor in bytes."""
+    """Returns the size of a tensor in bytes."""
     dtype: torch.dtype = getattr(torch, row.dtype)
     return math.prod(row.shape) * dtype.itemsize
 
@@ -160,7 +161,7 @@ def shorten(value: Any, length: int = 100) -> str:
 
 
 def _groups(checkpoint: StoredCheckpoint) -> tuple[list[GroupRow], int]:
-    """The first groups of the optimizer, and the number of groups."""
+    """Returns the first groups of the optimizer, and the number of groups."""
     saved = checkpoint.saved
     keys: dict[Any, list[str]] = {}
     for key in saved.below(OPTIMIZER, GROUPS):
@@ -174,7 +175,7 @@ def _groups(checkpoint: StoredCheckpoint) -> tuple[list[GroupRow], int]:
             name = str(saved.paths[key][3])
             if name != "params":
                 hyperparameters[name] = _shown(checkpoint, key)
-            elif len(saved.paths[key]) > 4:  # an entry for each name
+            elif len(saved.paths[key]) > 4:  # each name is an entry
                 parameters += 1
             else:
                 parameters += len(_names(checkpoint, key))
@@ -191,7 +192,7 @@ def _names(checkpoint: StoredCheckpoint, key: str) -> list[Any]:
 
 
 def _extra(checkpoint: StoredCheckpoint) -> dict[str, str]:
-    """The user's ``extra``, by name."""
+    """Returns the values of the user's ``extra``, formatted, by name."""
     shown: dict[str, str] = {}
     for key in checkpoint.saved.below(EXTRA):
         name = ".".join(map(str, checkpoint.saved.paths[key][1:]))
@@ -212,7 +213,7 @@ def _extra(checkpoint: StoredCheckpoint) -> dict[str, str]:
 
 
 def _shown(checkpoint: StoredCheckpoint, key: str) -> str:
-    """Format a value, or the reason why it cannot be read."""
+    """Format a value of the checkpoint, or the reason why it cannot be read."""
     row = checkpoint.tensors.get(key)
     if row is not None and math.prod(row.shape) != 1:
         return f"{row.dtype} {[*row.shape]}"
@@ -229,8 +230,8 @@ class TensorGroup:
     """Tensors of one shape and dtype whose names differ only in numbers.
 
     Attributes:
-        name: with a star for each number.
-        count: number of tensors.
+        name: The common name, with a star for each number.
+        count: Number of tensors.
         shape: The shape of each tensor.
         dtype: The dtype of each tensor.
     """
@@ -242,7 +243,8 @@ class TensorGroup:
 
 
 def group_tensors(rows: Iterable[TensorRow]) -> list[TensorGroup]:
-    """Group rows such as ``blocks.0.weight`` and ``blocks.1.weight``, in order of the first."""
+    """Group rows such as ``blocks.0.weight`` and ``blocks.1.weight``, ordered by the first
+    member."""
     groups: dict[Any, TensorGroup] = {}
     for row in rows:
         pattern = _NUMBER.sub("*", row.name)
@@ -256,29 +258,29 @@ def group_tensors(rows: Iterable[TensorRow]) -> list[TensorGroup]:
 
 
 def matches(key: str, pattern: str | None) -> bool:
-    """Whether a key, with or without its section, matches a pattern such as ``*.weight``."""
+    """Returns whether a key, with or without section, matches a pattern such as ``*.weight``."""
     if pattern is None:
         return True
     return fnmatchcase(key, pattern) or fnmatchcase(key.partition(".")[2], pattern)
 
 
-# Additional bytes to compare two elements (complex128 at most): both, their magnitudes, and flags.
+# Additional bytes to compare two elements: copies (complex128 at most), magnitudes and flags.
 _WORK_BYTES = 2 * 16 + 2 * 8 + 8
 
 
 @dataclass
 class TensorDifference:
-    """How the elements of a tensor differ.
+    """The difference of a tensor in two checkpoints.
 
     Attributes:
-        name: its key.
-        section: its section of the checkpoint: model, optimizer, ...
-        shape: in both.
+        name: The key of the tensor.
+        section: The section of the checkpoint: model, optimizer, ...
+        shape: The shape of the tensor in both checkpoints.
         num_elements: The number of elements of the tensor.
-        num_different: elements that differ by more than the tolerance.
-        num_nan: The number of these elements that are NaN in one checkpoint only.
-        max_abs: largest absolute difference, these elements excluded.
-        square_sum: The sum of the squares of all differences, these elements excluded.
+        num_different: The number of elements that differ by more than the tolerance.
+        num_nan: The number of these elements that are NaN in only one checkpoint.
+        max_abs: The largest absolute difference, without such NaNs.
+        square_sum: The sum of the squares of all differences, without such NaNs.
     """
 
     name: str
@@ -298,15 +300,15 @@ class TensorDifference:
 
 @dataclass
 class Difference:
-    """How two checkpoints differ.
+    """The differences of two checkpoints.
 
     Attributes:
-        only_in_a, only_in_b: keys.
-        other: a line for each entry of another shape, dtype or type.
-        values: a line for each object or number that differs.
-        tensors: tensors with elements that differ, including those within the tolerance.
-        num_compared: tensors of one shape.
-        left_out: keys that were not compared.
+        only_in_a, only_in_b: Keys of only one checkpoint.
+        other: A line for each entry whose shape, dtype or type differs.
+        values: A line for each object or number that differs.
+        tensors: Tensors with elements that differ, including those within the tolerance.
+        num_compared: The number of compared tensors, which have the same shape in both.
+        left_out: Keys that were not compared.
     """
 
     only_in_a: list[str] = field(default_factory=list)
@@ -338,7 +340,7 @@ class Difference:
 
 
 def shared_bytes(a: StoredCheckpoint, b: StoredCheckpoint, match: str | None = None) -> int:
-    """Total bytes of both checkpoints that :func:`compare` reads, for a progress bar."""
+    """Returns the number of bytes of tensors that :func:`compare` reads, for a progress bar."""
     return sum(
         tensor_bytes(a.tensors[key]) + tensor_bytes(b.tensors[key])
         for key in a.tensors.keys() & b.tensors.keys()
@@ -362,17 +364,17 @@ def compare(
     World sizes, meshes, levels and files are not compared. Two NaNs are equal.
 
     Args:
-        a, b: the checkpoints.
-        match: shell pattern of keys, with or without the section; only matching entries are
-            compared, and not the steps.
-        rtol, atol: elements are equal if ``|a - b| <= atol + rtol * |b|``.
-        ranks: also compare entries of single ranks (random states).
-        buffer_bytes: limit on memory.
-        progress: called with the number of compared bytes of both checkpoints.
+        a, b: The checkpoints.
+        match: Shell pattern of keys, with or without the section. Only matching entries are
+            compared, and steps are not.
+        rtol, atol: Elements are equal if ``|a - b| <= atol + rtol * |b|``.
+        ranks: Also compare the entries of single ranks (random states).
+        buffer_bytes: Maximum number of bytes of memory.
+        progress: Function that is called with the number of compared bytes of both checkpoints.
 
     Raises:
         ValueError: ``match`` matches nothing, or an entry cannot be read.
-        OSError, EOFError: a file is missing or too short.
+        OSError, EOFError: A file is missing or too short.
     """
     keys_a = [key for key in a.saved.entries if matches(key, match)]
     keys_b = [key for key in b.saved.entries if matches(key, match)]
@@ -418,7 +420,7 @@ def compare(
 
 
 class _Pairs:
-    """Reads the same ranges of a tensor of two checkpoints."""
+    """Reads the same ranges of a tensor from two checkpoints."""
 
     def __init__(self, a: StoredCheckpoint, b: StoredCheckpoint, buffer_bytes: int) -> None:
         self._sides = (a, b)
@@ -429,7 +431,7 @@ class _Pairs:
             self._readers.append(Reader(side.folder, side.metadata, buffer_bytes // 8))
 
     def parts(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield consecutive flat ranges of both. Each overwrites the previous one."""
+        """Yield consecutive flat ranges of both tensors. Each range overwrites the previous one."""
         entries: list[Any] = [side.saved.entries[key] for side in self._sides]
         sizes = [entry.properties.dtype.itemsize for entry in entries]
         length = max(self._work_bytes // (sum(sizes) + _WORK_BYTES), 1)
@@ -442,7 +444,7 @@ class _Pairs:
 
 
 def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float) -> None:
-    """Add the difference of two flat ranges to that of the tensor."""
+    """Add the difference of two flat ranges to the difference of the tensor."""
     if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
         return
     gap, size, same = _gaps(a, b)
@@ -476,7 +478,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _different_objects(key: str, a: StoredCheckpoint, b: StoredCheckpoint) -> Iterable[str]:
-    """A line for each value within an object that differs."""
+    """Returns a line for each value within an object that differs."""
     if a.read_object(key) == b.read_object(key):
         return []
     return _different(key, a.read_value(key), b.read_value(key))

@@ -1,4 +1,4 @@
-"""The directory of a job's checkpoints. On storage that all ranks share, rank 0 uses it for all."""
+"""The directory of a job's checkpoints. Rank 0 manages it if all ranks share the storage."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
 
 Step = int | Literal["latest"]
-# Writes this rank's files into a folder; calls its argument on rank 0 when all are complete.
+# Function that writes this rank's files into a folder. It calls its argument on rank 0 when the
+# files of all ranks are complete.
 WriteFiles = Callable[[Callable[[], object]], object]
 
 
 class JobDirectory(ABC):
-    """The directory into which all ranks of a job save, and from which they load.
+    """The directory into which all ranks of a job save and from which they load.
 
     Args:
-        path: The path of the directory; created by the first save.
-        ranks: that save and load.
-        timeout: The timeout of collectives beside training.
+        path: The path of the directory, which the first save creates.
+        ranks: The ranks that save and load.
+        timeout: The timeout of the collectives of saves.
     """
 
     def __init__(self, path: Path, ranks: Ranks, timeout: timedelta) -> None:
@@ -41,41 +42,43 @@ class JobDirectory(ABC):
 
     @property
     def path(self) -> Path:
-        """Of the directory."""
+        """The path of the directory."""
         return self._directory.path
 
     def host_group(self) -> ProcessGroup | None:
-        """The group of collectives beside training; made by the first call, which is collective."""
+        """Returns the process group of saves, which training does not use. The first call creates
+        it and is collective."""
         if self._group is None:
             self._group = self._ranks.make_host_group(self._timeout)
         return self._group
 
     def release(self) -> None:
-        """Release the lock, and the group."""
+        """Release the lock of the directory and the process group."""
         self._directory.release()
         group, self._group = self._group, None
         self._ranks.free_host_group(group)
 
     def meet(self) -> None:
-        """Do all for which :meth:`begin` and :meth:`write` need other ranks, before errors of this
-        rank alone. Collective."""
+        """Run the collectives that :meth:`begin` and :meth:`write` need, before a rank can fail
+        alone. Collective."""
         self.host_group()
 
     def belongs_to(self, place: Place) -> None:
-        """Let saves raise if the directory is that of another place."""
+        """Set the place of the model. Saves raise if the directory belongs to another place."""
         self._directory.place = place
 
     @abstractmethod
     def begin(self) -> Path | None:
-        """Create the folder of a save, where this rank creates one.
+        """Create the folder of a save if this rank is the one that creates it.
 
         Raises:
-            OSError, RuntimeError: see :meth:`.CheckpointDirectory.begin`.
+            OSError, RuntimeError, ValueError: Errors of :meth:`.CheckpointDirectory.begin`.
         """
 
     @abstractmethod
     def staging(self, created: Sequence[Path | None]) -> Path:
-        """The folder into which this rank writes, given the results of :meth:`begin` by rank."""
+        """Returns the folder into which this rank writes. ``created`` are the results of
+        :meth:`begin` on all ranks."""
 
     @abstractmethod
     def write(self, write: WriteFiles, staging: Path, step: int) -> None:
@@ -91,7 +94,7 @@ class JobDirectory(ABC):
 
     @abstractmethod
     def steps(self) -> list[int]:
-        """Steps of complete checkpoints, ascending. Collective."""
+        """Returns the steps of complete checkpoints, ascending. Collective."""
 
     @abstractmethod
     def open(self, step: Step) -> AbstractContextManager[CheckpointFiles]:
@@ -101,24 +104,24 @@ class JobDirectory(ABC):
             step: The step of the checkpoint; "latest": the newest complete one.
 
         Raises:
-            FileNotFoundError: there is no such checkpoint. On all ranks.
+            FileNotFoundError: There is no such checkpoint. All ranks raise.
         """
 
 
 class SharedDirectory(JobDirectory):
-    """See the module docstring."""
+    """A directory on storage that all ranks share."""
 
     def begin(self) -> Path | None:
         """Create the folder of a save, on rank 0."""
         return self._directory.begin() if self._ranks.is_first else None
 
     def staging(self, created: Sequence[Path | None]) -> Path:
-        """The folder of rank 0."""
+        """Returns the folder of rank 0."""
         assert created[0] is not None
         return created[0]
 
     def write(self, write: WriteFiles, staging: Path, step: int) -> None:
-        """Write, and publish on rank 0."""
+        """Write the files of all ranks, and publish the checkpoint on rank 0."""
         write(lambda: self._directory.publish(staging, step))
 
     def discard(self, staging: Path) -> None:
@@ -132,7 +135,7 @@ class SharedDirectory(JobDirectory):
             self._directory.retire(keep)
 
     def steps(self) -> list[int]:
-        """Steps of complete checkpoints, as rank 0 finds them."""
+        """Returns the steps of complete checkpoints, as rank 0 finds them. Collective."""
         found: list[int] = []
         error: Exception | None = None
         if self._ranks.is_first:
@@ -144,7 +147,8 @@ class SharedDirectory(JobDirectory):
 
     @contextmanager
     def open(self, step: Step) -> Iterator[CheckpointFiles]:
-        """See :meth:`.JobDirectory.open`."""
+        """Context in which all ranks read the folder that rank 0 finds. See
+        :meth:`.JobDirectory.open`."""
         folder: Path | None = None
         error: Exception | None = None
         if self._ranks.is_first:
@@ -169,10 +173,10 @@ class SharedDirectory(JobDirectory):
 
 
 def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) -> int:
-    """Returns the step that is meant.
+    """Returns the number of a step, which may be "latest".
 
     Raises:
-        FileNotFoundError: it is not among those that are ``complete``.
+        FileNotFoundError: The step is not in ``complete``.
     """
     if not complete or (step != "latest" and step not in complete):
         found = f"those of steps {sorted(complete)}" if complete else "none"

@@ -1,9 +1,9 @@
-"""Joins several optimizers and unwraps Megatron-Core's: a checkpoint contains one torch optimizer.
+"""Converts several optimizers, or Megatron-Core's, to one torch optimizer for checkpoints.
 
-Of Megatron-Core's, ``FP32Optimizer`` and ``Float16OptimizerWithFloat16Params`` have a torch
-optimizer in ``optimizer``, and a loss scaler or None in ``grad_scaler``; ``ChainedOptimizer`` has
-several of them in ``chained_optimizers``. The state of a scaler is saved as a hyperparameter of the
-optimizer's param groups. Megatron-Core is not imported.
+Megatron-Core's ``FP32Optimizer`` and ``Float16OptimizerWithFloat16Params`` have a torch optimizer
+in ``optimizer``, and a loss scaler or None in ``grad_scaler``. Its ``ChainedOptimizer`` has several
+of them in ``chained_optimizers``. The state of a scaler is saved as a hyperparameter of the
+optimizer's param groups. This file does not import Megatron-Core.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-# Of one job: its parameters lie in one optimizer, or in several.
+# The optimizers of one job: its parameters are in one optimizer or in several.
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
 class _States(Mapping[Tensor, Any]):
-    """State by parameter, over all optimizers."""
+    """The state by parameter, over all optimizers."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
 
     @property
     def _states(self) -> list[Any]:
-        return [optimizer.state for optimizer in self._optimizers]  # loading replaces them
+        return [optimizer.state for optimizer in self._optimizers]  # loading replaces the dicts
 
     def __getitem__(self, param: Tensor) -> Any:
         for states in self._states:
@@ -43,18 +43,19 @@ class _States(Mapping[Tensor, Any]):
 
 
 class JointOptimizer(Optimizer):
-    """Optimizers over different parameters, saved and loaded as one. It cannot step.
+    """Optimizers over different parameters that are saved and loaded as one. It cannot step.
 
     Parameters are numbered consecutively over all optimizers.
 
     Args:
-        optimizers: at least one.
+        optimizers: The optimizers; at least one.
 
     Raises:
-        ValueError: two of them have the same parameter.
+        ValueError: Two optimizers have the same parameter.
     """
 
-    # Optimizer.__init__ would copy the groups. They are shared with the optimizers here.
+    # Optimizer.__init__ is not called, because it would copy the groups. The joint optimizer shares
+    # them with the optimizers.
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         params = [id(param) for group in self._groups() for param in group["params"]]
@@ -65,7 +66,8 @@ class JointOptimizer(Optimizer):
             )
         self.param_groups = self._groups()
         self.state = _States(self.optimizers)  # type: ignore[assignment]
-        # Checkpoints contain the name of the optimizer's class.
+        # Checkpoints contain the name of the optimizer's class, so the class name lists all of
+        # them.
         self.__class__ = type(
             "And".join(type(each).__name__ for each in self.optimizers), (type(self),), {}
         )
@@ -87,7 +89,7 @@ class JointOptimizer(Optimizer):
         return {"state": states, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the part of each optimizer into it."""
+        """Load each optimizer's part of the state dict into it."""
         groups = iter(state_dict["param_groups"])
         for optimizer, first in self._numbered():
             mine = [next(groups) for _ in optimizer.param_groups]
@@ -107,7 +109,7 @@ class JointOptimizer(Optimizer):
             )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Raise TypeError."""
+        """Raise TypeError, because the joined optimizers step, not this one."""
         raise TypeError("JointOptimizer: expected its optimizers to step; found a step of its own")
 
     def _numbered(self) -> Iterator[tuple[Optimizer, int]]:
@@ -119,14 +121,16 @@ class JointOptimizer(Optimizer):
 
 
 def join_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer | None:
-    """Returns None for no optimizer, a single one unchanged, several as :class:`JointOptimizer`."""
+    """Returns None for no optimizer, one optimizer unchanged, several as a
+    :class:`JointOptimizer`."""
     if len(optimizers) < 2:
         return optimizers[0] if optimizers else None
     return JointOptimizer(optimizers)
 
 
 def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """The opposite of :func:`join_optimizers`."""
+    """Returns the optimizers that :func:`join_optimizers` has joined, or a list of the given
+    one."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
 
 
@@ -137,7 +141,7 @@ class _WrappedOptimizers(JointOptimizer):
     """Torch optimizers with the loss scalers of Megatron-Core's optimizers.
 
     Args:
-        wrapped: each torch optimizer with its scaler; at least one scaler is not None.
+        wrapped: Each torch optimizer with its scaler; at least one scaler is not None.
     """
 
     def __init__(self, wrapped: list[tuple[Optimizer, Any]]) -> None:
@@ -153,7 +157,7 @@ class _WrappedOptimizers(JointOptimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load each optimizer's part into it, and the state in its groups into its scaler."""
+        """Load each optimizer's part of the state dict, and the states of scalers in its groups."""
         groups = [dict(group) for group in state_dict["param_groups"]]
         states: dict[int, tuple[Any, Any]] = {}
         for group, scaler in zip(groups, self._scaler_of_groups(), strict=True):
@@ -171,11 +175,12 @@ class _WrappedOptimizers(JointOptimizer):
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """Returns a torch optimizer unchanged; several, and those of one of Megatron-Core, as one.
+    """Returns the torch optimizer to save: the given one, or a joint one for several or
+    Megatron-Core's.
 
     Raises:
-        ValueError: two of several have the same parameter; or one of Megatron-Core has fp32 copies
-            of parameters, or no torch optimizer.
+        ValueError: Two optimizers have the same parameter, or a Megatron-Core optimizer has fp32
+            copies of parameters or no torch optimizer.
     """
     if isinstance(optimizer, list | tuple):
         return join_optimizers([torch_optimizer(each) for each in optimizer])
@@ -196,14 +201,14 @@ def torch_optimizer(optimizer: Any) -> Any:
             "optimizer: expected one with parameters; found a "
             f"{type(optimizer).__name__} without any"
         )
-    # Constant scalers have no state.
+    # Scalers without state, such as constant ones, are not saved.
     if any(scaler is not None and scaler.state_dict() for _, scaler in wrapped):
         return _WrappedOptimizers(wrapped)
     return join_optimizers([each for each, _ in wrapped])
 
 
 def _is_megatron(optimizer: Any) -> bool:
-    """Whether an object has the attributes of Megatron-Core's optimizers."""
+    """Returns whether an object has the attributes of Megatron-Core's optimizers."""
     return hasattr(optimizer, "chained_optimizers") or (
         hasattr(optimizer, "get_loss_scale") and hasattr(optimizer, "optimizer")
     )

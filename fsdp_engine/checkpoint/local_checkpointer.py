@@ -1,4 +1,5 @@
-"""Checkpoints in memory or on disks of the nodes, which the loss of a node does not destroy."""
+"""``LocalCheckpointer``: checkpoints on nodes, in memory or on disks, that survive a node's
+loss."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from fsdp_engine.checkpoint.sharded_model import Engines
 class LocalCheckpointer(Checkpointer):
     """Saves a run into a directory of each node, in memory (``/dev/shm``) or on its disk.
 
-    Each file is also copied to the next node. So a job can be started again from memory if workers
-    are lost, or nodes of which no two are neighbours (the first and the last one are), on any
-    number of ranks. On one node, the checkpoints outlive the workers only.
+    Each file is also copied to the next node. So a job can be restarted from memory, on any number
+    of ranks, after the loss of workers, or of nodes of which no two are neighbours (the first and
+    the last node are neighbours). On one node, the checkpoints only survive the loss of workers.
 
-    Methods, arguments and errors are those of :class:`~.checkpointer.Checkpointer`, but for these.
-    Saves are meant to be frequent, beside a ``Checkpointer`` on shared storage with rare ones.
+    Methods, arguments and errors are those of ``Checkpointer``, except for the following. Use it
+    for frequent saves, together with a ``Checkpointer`` on shared storage for rare saves.
 
     Args:
-        directory: The directory of this rank's node; ranks with the same directory are a node. May
-            differ between nodes. Files stay there when the job ends; see :meth:`remove`.
-        keep: number of latest checkpoints to keep. A node needs memory for ``2 * keep`` times the
-            state of its ranks, 2 times more during a save, and once more for the copies of
-            :meth:`save_async`.
+        directory: The directory of this rank's node; ranks with the same directory form a node. It
+            may differ between nodes. Its files remain when the job ends; see ``remove``.
+        keep: The number of latest checkpoints to keep. A node needs memory for ``2 * keep`` times
+            the state of its ranks. During a save it needs memory for 2 more times the state, and
+            ``save_async`` needs memory for another copy.
 
     Example::
 
@@ -65,10 +66,10 @@ class LocalCheckpointer(Checkpointer):
         )
 
     def remove(self) -> None:
-        """Remove all checkpoints, and release all resources.
+        """Remove all checkpoints and release all resources.
 
         Raises:
-            RuntimeError: a pending save failed on some rank; the checkpoints remain.
+            RuntimeError: A pending save failed on some rank. The checkpoints remain in this case.
         """
         self.wait()
         self._directory.retire(keep=None, step=-1)

@@ -1,19 +1,20 @@
-"""A directory of checkpoints on each node, in memory or on its disk, with copies on the next node.
+"""Manages a directory of checkpoints on each node, with copies of the files on the next node.
 
-Each rank writes its file into the directory of its node, and the file is then sent to the next
-node. So all files of a checkpoint exist while no two neighbouring nodes are lost. A checkpoint is
-published, by a rename on each node, when all copies are complete; older ones are removed when all
-nodes have published it. So at any time all nodes have the files of one complete checkpoint.
+The directories are in memory or on disks of the nodes. Each rank writes its file into the directory
+of its node, and the file is then sent to the next node. So all files of a checkpoint exist unless
+two neighbouring nodes are lost. A checkpoint is published, by a rename on each node, when all
+copies are complete. Older checkpoints are removed when all nodes have published it. So at any time
+all nodes have the files of one complete checkpoint.
 
-To load, ranks compare the folders of their nodes. Those of one save have the same manifest. The
-newest save of which all files exist on some node is loaded: a node gets the files that its ranks
-read and that it does not have from another node. Usually there are none; after the loss of a node
-they are the files that its successor, or ranks of another number of nodes, read.
+To load, ranks compare the folders of their nodes. The folders of one save have the same manifest.
+The newest save of which each file exists on some node is loaded. If the ranks of a node read a file
+that the node does not have, another node sends it. Usually there are no such files. They exist
+after the loss of a node, or if the number of nodes has changed.
 
 [Note: Files of a load]
-Files that are sent must not be added to a published folder, and may be on no other node a moment
-later. So each node loads from a folder of hard links to the files that it has, into which it
-receives the others. The folder is removed after the load.
+A received file must not be added to a published folder, and a file that a node has may be removed
+by a later save. So each node loads from a folder of hard links to its files, into which it also
+receives the missing files. The folder is removed after the load.
 """
 
 from __future__ import annotations
@@ -47,19 +48,19 @@ from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.memory import allocator
 
 _CHUNK_BYTES = 16 << 20
-# An identity of the running system, the same in all of its containers.
+# File with an identifier of the running system, which is the same in all of its containers.
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Nodes:
-    """Which ranks have the same directory.
+    """The nodes of a job: groups of ranks that have the same directory.
 
     Args:
-        ranks_of: ranks of each node, ascending; nodes in the order of their first ranks.
-        rank: this rank.
+        ranks_of: The ranks of each node, ascending. Nodes are in the order of their first ranks.
+        rank: The index of this rank.
 
     Attributes:
-        own: number of this rank's node.
+        own: The index of this rank's node.
     """
 
     def __init__(self, ranks_of: Sequence[Sequence[int]], rank: int) -> None:
@@ -68,10 +69,10 @@ class Nodes:
 
     @classmethod
     def find(cls, path: Path, ranks: Ranks) -> Nodes:
-        """Compare the directories of all ranks. Collective; creates the directory.
+        """Create the directory, and compare the directories of all ranks. Collective.
 
         Raises:
-            OSError: it cannot be created. On all ranks.
+            OSError: The directory cannot be created. All ranks raise.
         """
         error: Exception | None = None
         identity: tuple[str, int, int] | None = None
@@ -94,17 +95,17 @@ class Nodes:
 
     @property
     def own_ranks(self) -> Sequence[int]:
-        """Ranks of this rank's node."""
+        """The ranks of this rank's node."""
         return self.ranks_of[self.own]
 
     def one_of(self, node: int, index: int) -> int:
-        """A rank of ``node``; consecutive indices are spread over its ranks."""
+        """Returns a rank of ``node``. Consecutive indices select its ranks in turn."""
         return self.ranks_of[node][index % len(self.ranks_of[node])]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A file that one rank sends to another, from folder to folder."""
+    """A file that one rank sends from its folder to the folder of another rank."""
 
     name: str
     num_bytes: int
@@ -115,19 +116,19 @@ class Transfer:
 def send_files(
     transfers: Sequence[Transfer], folder: Path, rank: int, group: ProcessGroup | None
 ) -> None:
-    """Send and receive files. Every rank calls it, with the same transfers in the same order.
+    """Send and receive files. Every rank calls it with the same transfers in the same order.
 
-    A rank sends and receives at the same time, each in the order of ``transfers``. So the first
-    transfer that is not complete can always proceed.
+    A rank sends and receives at the same time, both in the order of ``transfers``. So the first
+    incomplete transfer can always proceed.
 
     Args:
         transfers: The transfers of all ranks.
         folder: The folder of the files on this rank.
-        rank: this rank.
+        rank: The index of this rank.
         group: The group of the ranks.
 
     Raises:
-        Exception: a file cannot be read or written. Other transfers are completed.
+        Exception: A file cannot be read or written. All other transfers are completed.
     """
     if group is None:
         return
@@ -176,11 +177,11 @@ def _parts(num_bytes: int) -> Iterator[Tensor]:
 
 
 class _GuardedFile:
-    """A file that is not read or written after an error, which is not raised: the other rank of the
-    transfer would wait.
+    """A file that stores errors instead of raising them, because the other rank of a transfer would
+    wait forever. After an error it is not read or written any further.
 
     Attributes:
-        errors: the first one.
+        errors: The first error of each operation.
     """
 
     def __init__(self, path: Path, mode: Literal["rb", "wb"]) -> None:
@@ -229,14 +230,14 @@ class _GuardedFile:
 
 @dataclass(frozen=True)
 class _Folder:
-    """A folder of one node.
+    """A checkpoint's folder on one node.
 
     Attributes:
         path: The path of the folder.
         step: The step of the checkpoint.
-        generation: see ``directory.py``.
-        identity: checksum of the manifest, which is equal on all nodes of a save.
-        num_files: The number of files of the checkpoint, over all nodes, without the manifest.
+        generation: The number of the folder among those of its step; see ``directory.py``.
+        identity: A checksum of the manifest, which is equal on all nodes of a save.
+        num_files: The number of files of the checkpoint on all nodes, without the manifest.
         sizes: The sizes of the files that this node has, in bytes.
     """
 
@@ -249,10 +250,10 @@ class _Folder:
 
     @classmethod
     def read(cls, path: Path, step: int, generation: int) -> _Folder:
-        """List the files of a folder that have the sizes in its manifest.
+        """Read the manifest of a folder, and list its files that have the sizes in the manifest.
 
         Raises:
-            OSError, ValueError: the manifest cannot be read.
+            OSError, ValueError: The manifest cannot be read.
         """
         manifest = Manifest.read(path)
         content = (path / MANIFEST).read_bytes()
@@ -266,7 +267,7 @@ class _Folder:
 
 
 class _Save:
-    """The folders of one save, by node; None: the node has none."""
+    """The folders of one save by node. None: the node has no such folder."""
 
     def __init__(self, folders: Sequence[_Folder | None]) -> None:
         self.folders = folders
@@ -280,15 +281,15 @@ class _Save:
 
 
 class LocalFiles(CheckpointFiles):
-    """Files of a checkpoint in a folder of each node. See [Note: Files of a load].
+    """The files of a checkpoint in a folder on each node. See [Note: Files of a load].
 
     Args:
         folder: The folder of this rank's node.
-        ranks: that load.
-        nodes: their nodes.
-        held: names of the files in the folder of each node.
+        ranks: The ranks that load.
+        nodes: The nodes of the ranks.
+        held: The names of the files in the folder of each node.
         sizes: The sizes of all files of the checkpoint, in bytes.
-        group: The group of the ranks, for files that they send.
+        group: The process group over which files are sent.
     """
 
     def __init__(
@@ -307,17 +308,16 @@ class LocalFiles(CheckpointFiles):
         self._group = group
 
     def to_check(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names`` in this node's folder that this rank checks."""
+        """Returns the files among ``names`` in this node's folder that this rank checks."""
         own = self._nodes.own_ranks
         there = sorted(self._held[self._nodes.own].intersection(names))
         return there[own.index(self._ranks.rank) :: len(own)]
 
     def fetch(self, names_to_read: Callable[[], Iterable[str]]) -> None:
-        """Get the files that this node's ranks read, and that it does not have, from other nodes.
-        Collective.
+        """Receive the files that this node's ranks read but the node does not have. Collective.
 
         Raises:
-            OSError: a file cannot be read, or written. On all ranks.
+            OSError: A file cannot be read or written. All ranks raise.
         """
         what, control = "files of other nodes", self._ranks.control_group
         missing: set[str] = set()
@@ -348,15 +348,15 @@ class LocalFiles(CheckpointFiles):
 
 
 class LocalDirectory(JobDirectory):
-    """See the module docstring.
+    """A directory on each node; see the module docstring.
 
     The first call of :meth:`meet`, :meth:`steps`, :meth:`open` or :meth:`retire` compares the
-    directories of all ranks, which is collective.
+    directories of all ranks. This call is collective.
 
     Args:
         path: The path of the directory on this rank's node; created if it does not exist.
-        ranks: that save and load.
-        timeout: The timeout of collectives beside training.
+        ranks: The ranks that save and load.
+        timeout: The timeout of the collectives of saves.
     """
 
     @cached_property
@@ -369,22 +369,22 @@ class LocalDirectory(JobDirectory):
         return self._nodes.own_ranks[0] == self._ranks.rank
 
     def meet(self) -> None:
-        """Also find out which ranks have one directory."""
+        """Create the process group, and find the ranks that have the same directory. Collective."""
         super().meet()
         self._nodes  # noqa: B018
 
     def begin(self) -> Path | None:
-        """Create the folder of a save, where this rank creates one."""
+        """Create the folder of a save if this rank is the first one of its node."""
         return self._directory.begin() if self._is_leader else None
 
     def staging(self, created: Sequence[Path | None]) -> Path:
-        """The folder of this rank's node."""
+        """Returns the folder of this rank's node."""
         folder = created[self._nodes.own_ranks[0]]
         assert folder is not None
         return folder
 
     def write(self, write: WriteFiles, staging: Path, step: int) -> None:
-        """Write, copy to the next node, and publish."""
+        """Write the files, copy them to the next node, and publish the checkpoint."""
         write(lambda: None)
         what, nodes, group = f"copies of step {step}", self._nodes, self.host_group()
         found: dict[str, int] = {}
@@ -417,30 +417,31 @@ class LocalDirectory(JobDirectory):
                 published = self._directory.publish(staging, step)
         except OSError as caught:
             error = caught
-        # Only if all ranks know that one has failed. If a rank is lost here, others may have seen
-        # all succeed, and removed the checkpoint before.
+        # The checkpoint is discarded only if all ranks learn that one of them has failed. If a rank
+        # is lost here, other ranks may have seen success, and removed the previous checkpoint.
         if any(gather_objects(error is not None, group, what)) and published is not None:
             self._directory.discard(published)
         agree(what, error, group)
 
     def discard(self, staging: Path) -> None:
-        """Remove the folder of a failed save."""
+        """Remove the folder of a failed save on this node."""
         if self._is_leader:
             self._directory.discard(staging)
 
     def retire(self, keep: int | None, step: int) -> None:
-        """Remove all but the ``keep`` latest steps up to ``step``. Later steps are those of a save
-        that was not published on all nodes."""
+        """Remove all but the ``keep`` latest steps up to ``step``. Later steps were not published
+        on all nodes, and are also removed."""
         if self._is_leader:
             self._directory.retire(keep, newest=step)
 
     def steps(self) -> list[int]:
-        """Steps of checkpoints of which all files exist, ascending. Collective."""
+        """Returns the steps of the checkpoints of which all files exist, ascending. Collective."""
         return sorted(self._complete("steps()"))
 
     @contextmanager
     def open(self, step: Step) -> Iterator[CheckpointFiles]:
-        """See :meth:`.JobDirectory.open`."""
+        """Context in which each node reads from a folder of links. See [Note: Files of a load].
+        Collective."""
         what, nodes, control = f"load({step!r})", self._nodes, self._ranks.control_group
         complete = self._complete(what)
         save = complete[choose(step, list(complete), f"the nodes' directories {self.path}")]
@@ -468,7 +469,7 @@ class LocalDirectory(JobDirectory):
                 self._directory.discard(folder)
 
     def _complete(self, what: str) -> dict[int, _Save]:
-        """The newest save of each step of which all files exist. Collective."""
+        """Returns the newest complete save of each step. Collective."""
         found: list[_Folder] = []
         error: Exception | None = None
         try:
@@ -498,7 +499,8 @@ def _next(node: int, nodes: Nodes) -> int:
 
 
 def _to_all_nodes(sizes: Mapping[str, int], nodes: Nodes) -> Iterator[list[Transfer]]:
-    """Transfers of files of node 0 to all others: in each round, each node that has them sends."""
+    """Yield the transfers of node 0's files to all nodes, in rounds. In each round, all nodes that
+    have the files send them."""
     distance = 1
     while distance < nodes.number:
         yield [
@@ -510,7 +512,8 @@ def _to_all_nodes(sizes: Mapping[str, int], nodes: Nodes) -> Iterator[list[Trans
 
 
 def _files_of_objects(folder: Path, rank: int) -> set[str]:
-    """Names of the files with the objects that a rank reads: all but other ranks' states."""
+    """Returns the names of the files with the objects that a rank reads: all objects except the
+    states of other ranks."""
     metadata = read_metadata(folder)
     return files_of(
         {

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, in JSON: properties of the save, tensors, and files.
+"""Reads and writes the manifest of a checkpoint, in JSON: properties of the save, tensors, files.
 
     {
       "crc32": "8f0c2ad1", "format_version": 1,
@@ -9,14 +9,14 @@
       "files": {"__shards_0_0.distcp": {"bytes": 1048576, "crc32": "1c291ca3"}, ...}
     }
 
-A checkpoint without frozen parameters contains ``"trainable_only": true``, in format version 2. One
-with sharded tensors within ``extra``, or with ``"stage"``, the place of a pipeline's stage, is in
-version 3.
+The manifest of a checkpoint without frozen parameters contains ``"trainable_only": true`` and has
+format version 2. With sharded tensors within ``extra``, or with ``"stage"``, the place of a
+pipeline's stage, it has version 3.
 
-The manifest is written last. A checksum covers the content of a file as it was written, so that
-later changes are detected: CRC-32 detects all bursts of up to 32 bits, and misses one in four
-billion of other damages. It does not protect against intentional changes. The manifest's own
-checksum is computed with zeros instead of the checksum.
+The manifest is written last. The checksum of a file detects changes after the write: CRC-32 detects
+all bursts of up to 32 bits, and misses one in four billion of other damages. It does not protect
+against intentional changes. The manifest's own checksum is computed with zeros instead of the
+checksum.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from fsdp_engine.checkpoint.model_state import EXTRA_TENSORS
 
 MANIFEST = "manifest.json"
-# Newest format that this code reads. Older code refuses newer formats by this number.
+# The newest format that this code reads. Older code refuses a format with a higher number.
 FORMAT_VERSION = 3
 _OF_TRAINABLE, _OF_WHOLE_MODELS = 2, 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
-# In checkpoints of a single process, the first version of the engine listed the metadata a second
-# time, under its name before the rename.
+# The first version of the engine also listed the metadata under its name before the rename in the
+# checkpoints of a single process.
 _RENAMED = ".metadata.tmp"
 
 
 class NewerFormatError(ValueError):
-    """A checkpoint of a newer version of the engine."""
+    """A newer version of the engine wrote the checkpoint."""
 
 
 @dataclass(frozen=True)
 class FileRow:
-    """A file of a checkpoint: its size in bytes, and CRC-32 as eight hexadecimal digits."""
+    """A file of a checkpoint: its size in bytes, and its CRC-32 as eight hexadecimal digits."""
 
     bytes: int
     crc32: str
@@ -62,7 +62,7 @@ class FileRow:
 
 @dataclass(frozen=True)
 class TensorRow:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint: its key, shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class TensorRow:
 
 @dataclass(frozen=True)
 class Manifest:
-    """See the module docstring."""
+    """The values in the manifest of a checkpoint; see the module docstring."""
 
     step: int
     world_size: int
@@ -104,9 +104,9 @@ class Manifest:
         """Read the manifest in ``folder``.
 
         Raises:
-            FileNotFoundError: there is no manifest.
-            ValueError: it is damaged.
-            NewerFormatError: its format is newer than this code.
+            FileNotFoundError: There is no manifest.
+            ValueError: The manifest is damaged.
+            NewerFormatError: The format is newer than this code.
         """
         path = folder / MANIFEST
         if not path.is_file():
@@ -140,7 +140,7 @@ class Manifest:
         """Check that values have the declared types.
 
         Raises:
-            ValueError: a value has another type, or a file is outside the checkpoint's folder.
+            ValueError: A value has another type, or a file is outside the checkpoint's folder.
         """
         are_right = {
             "step": type(self.step) is int,
@@ -168,10 +168,10 @@ class Manifest:
 
 
 def check_file_name(name: str, where: str) -> str:
-    """Returns ``name`` if it is that of a file in the checkpoint's folder.
+    """Returns ``name`` if it names a file within the checkpoint's folder.
 
     Raises:
-        ValueError: it is absolute, outside of the folder, or empty.
+        ValueError: The name is absolute, outside of the folder, or empty.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -193,11 +193,11 @@ def tensor_rows(saved: Metadata) -> tuple[TensorRow, ...]:
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of the libraries that write a checkpoint."""
+    """Returns the versions of the libraries that write a checkpoint."""
     try:
         own = metadata.version("fsdp_engine")
     except metadata.PackageNotFoundError:
-        own = "not installed"  # imported from its sources
+        own = "not installed"  # imported from its source folder
     return {
         "fsdp_engine": own,
         "torch": torch.__version__,
@@ -210,7 +210,7 @@ def _crc_of(text: str) -> str:
 
 
 def file_row(path: Path, progress: Callable[[int], None] = lambda num_bytes: None) -> FileRow:
-    """Compute size and checksum of a file. ``progress`` is called with the bytes of each read."""
+    """Compute the size and checksum of a file. Calls ``progress`` with the bytes of each read."""
     size = crc = 0
     for block in _blocks(path):
         size += len(block)

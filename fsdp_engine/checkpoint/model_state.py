@@ -1,7 +1,7 @@
-"""Entries of a model in a checkpoint: those that are saved, and which saved ones fit.
+"""Collects the entries of a model to save, and matches saved entries with a model.
 
-No function here reads or writes tensors. A checkpoint is matched by its *metadata*, a shape and a
-dtype for each key, so that all mismatches are found before anything is changed.
+No function here reads or writes tensors. A checkpoint is matched by its *metadata*, which has the
+shape and dtype of each key, so that all mismatches are found before anything is changed.
 ``optimizer_state.py`` does the same for optimizers.
 """
 
@@ -19,17 +19,17 @@ from fsdp_engine.codecs.base import PARAM_CLASSES
 from fsdp_engine.memory import allocator
 
 MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
-# Sharded tensors within ``extra``: see ``extra_tensors.py``.
+# The section of sharded tensors within ``extra``; see ``extra_tensors.py``.
 EXTRA_TENSORS = "extra_tensors"
 # An entry that marks checkpoints without frozen parameters.
 TRAINABLE_ONLY = "trainable_only"
-# An entry with the place of a pipeline's stage, in JSON: see ``stage_place.py``.
+# An entry with the place of a pipeline's stage, in JSON; see ``stage_place.py``.
 STAGE = "stage"
 
 EXTRA_STATE = "_extra_state"  # torch's key of the result of nn.Module.get_extra_state
 
 Path = tuple[str | int, ...]
-# Entries to read, by flat key: the tensor to read into, or None for an object.
+# The entries to read, by flat key: the tensor to read into, or None for an object.
 Targets = dict[str, Any]
 
 
@@ -37,8 +37,8 @@ class Saved:
     """The keys of a checkpoint.
 
     Attributes:
-        entries: metadata by flat key, such as ``model.head.weight``.
-        paths: path of each key in the nested state dict, such as ``("model", "head.weight")``.
+        entries: The metadata by flat key, such as ``model.head.weight``.
+        paths: The path of each key in the nested state dict, such as ``("model", "head.weight")``.
     """
 
     def __init__(self, metadata: Metadata) -> None:
@@ -53,7 +53,7 @@ class Saved:
         return TRAINABLE_ONLY in self.entries
 
     def below(self, *path: str) -> list[str]:
-        """Keys whose path begins with ``path``."""
+        """Returns the keys whose path begins with ``path``."""
         return [key for key, found in self.paths.items() if found[: len(path)] == path]
 
     def empty(self, key: str) -> Tensor | None:
@@ -64,12 +64,12 @@ class Saved:
         return None
 
     def shape(self, key: str) -> tuple[int, ...] | None:
-        """Shape of the tensor at ``key``; None: no such key, or an object."""
+        """Returns the shape of the tensor at ``key``; None if there is no tensor at ``key``."""
         entry = self.entries.get(key)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
     def describe(self, key: str) -> str:
-        """Describe the entry at ``key`` in messages."""
+        """Returns a description of the entry at ``key`` for messages."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
             return describe_tensor(tuple(entry.size), entry.properties.dtype)
@@ -77,8 +77,8 @@ class Saved:
 
 
 def nested(values: Mapping[Path, Any]) -> Any:
-    """Convert values by path to nested dicts, and lists for integer keys; inverse of DCP's
-    flattening."""
+    """Convert values by path to nested dicts, and to lists for integer keys. This is the inverse of
+    DCP's flattening."""
     if () in values:
         return values[()]
     children: dict[str | int, dict[Path, Any]] = {}
@@ -91,17 +91,17 @@ def nested(values: Mapping[Path, Any]) -> Any:
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a key of a ``state_dict`` is that of a module's extra state."""
+    """Returns whether a key of a ``state_dict`` belongs to a module's extra state."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def check_at_rest(engine: ShardedModel) -> None:
-    """Check that the modules hold the sharded parameters.
+    """Check that the modules of an engine hold the sharded parameters.
 
     Raises:
-        RuntimeError: they hold unsharded ones, within a forward, a backward or
+        RuntimeError: The modules hold unsharded parameters, within a forward, a backward or
             ``engine.unsharded()``.
-        ValueError: a module has another parameter than at ``shard()``, or a layer of experts has
+        ValueError: A module has another parameter than at ``shard()``, or a layer of experts has
             persistent buffers.
     """
     engine.check_modules()
@@ -130,10 +130,10 @@ def _check_expert_buffers(engine: ShardedModel) -> None:
 
 
 def check_shared(what: str, engine: ShardedModel) -> None:
-    """Check that all ranks share all parameters.
+    """Check that all ranks share all parameters, so that no rank has different experts.
 
     Raises:
-        ValueError: ranks hold different experts; the message names one.
+        ValueError: Ranks hold different experts; the message names one.
     """
     for param in saved_params(engine).values():
         if param.is_of_experts:
@@ -145,8 +145,9 @@ def check_shared(what: str, engine: ShardedModel) -> None:
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """The ``state_dict``. Extra states of modules with weights quantised by Transformer Engine are
-    plain tensors in it, because Transformer Engine saves pickles, and refuses to load these."""
+    """Returns the ``state_dict`` of a model. In it, extra states of modules with weights quantised
+    by Transformer Engine are plain tensors, because Transformer Engine saves them as pickles and
+    refuses to load these."""
     state = dict(model.state_dict(keep_vars=True))
     for name, module in model.named_modules():
         key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
@@ -158,14 +159,14 @@ def _model_state(model: nn.Module) -> dict[str, Any]:
 
 
 def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict[str, Any]:
-    """Entries below ``model`` that this rank saves.
+    """Returns the entries below ``model`` that this rank saves.
 
-    Each rank saves its slices of parameters. Rank 0 saves everything else, because it may differ
-    between ranks.
+    Each rank saves its slices of parameters. Only rank 0 saves all other entries, because they may
+    differ between ranks.
 
     Args:
         engine: The engine of the model.
-        trainable_only: omit frozen parameters.
+        trainable_only: Omit frozen parameters.
     """
     params, is_first = saved_params(engine), engine.ranks.rank == 0
     entries: dict[str, Any] = {}
@@ -187,12 +188,12 @@ def match_model(
 
     Args:
         engine: The engine of the model.
-        saved: keys of the checkpoint.
-        trainable_only: do not read frozen parameters, whether the checkpoint contains them or not.
+        saved: The keys of the checkpoint.
+        trainable_only: Do not read frozen parameters, whether the checkpoint contains them or not.
 
     Returns:
-        Targets; a line for each entry that does not fit, which is not a target; and keys of
-        modules' extra states.
+        The entries to read, a line for each entry that does not fit, and the keys of modules' extra
+        states. Entries that do not fit are not read.
     """
     targets: Targets = {}
     problems: list[str] = []
@@ -214,7 +215,7 @@ def match_model(
                 problems.append(f"missing {MODEL}.{key}: expected an object; found nothing")
         elif isinstance(value, Tensor):
             tensors.setdefault(id(value), (value, []))[1].append(f"{MODEL}.{key}")
-        else:  # added by a hook of the user; no module would receive it
+        else:  # a user's hook added it; no module would receive it
             known.update(saved.below(MODEL, key))
     for number, (tensor, keys) in tensors.items():
         known.update(keys)
@@ -228,7 +229,7 @@ def match_model(
         misfits = [_misfit(tensor, key, saved) for key in present]
         problems += [line for line in misfits if line]
         if not any(misfits):
-            # A tied weight is saved under each of its names. One of them is read.
+            # A tied weight is saved under each of its names. Only one of the entries is read.
             targets[present[0]] = tensor.detach()
     for key in saved.below(MODEL):
         if key not in known:
@@ -261,5 +262,5 @@ def _misfit(tensor: Tensor, key: str, saved: Saved) -> str:
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:
-    """Describe a tensor in messages."""
+    """Returns a description of a tensor for messages."""
     return f"shape {shape}, {str(dtype).removeprefix('torch.')}"

@@ -1,10 +1,10 @@
 """Reads and verifies checkpoints without an engine, in one process without a process group.
 
-A path is the folder of a checkpoint, with a manifest or a plain one of
-``torch.distributed.checkpoint``; or the directory of a ``Checkpointer``, of which the latest
-checkpoint is used. No function prints or changes anything.
+A path is the folder of a checkpoint of the engine or of ``torch.distributed.checkpoint``, or the
+directory of a ``Checkpointer``, of which the latest checkpoint is used. No function prints or
+changes anything.
 
-Metadata and objects are pickles, which are read without running code.
+Metadata and objects are pickles. They are read without running code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from fsdp_engine.checkpoint.reader import Reader, find_damaged_archives, find_da
 from fsdp_engine.checkpoint.run_state import unpack
 
 OTHER = "other"
-# Section of an entry by the first part of its key.
+# The section of an entry by the first component of its key.
 _SECTIONS = {name: name for name in (MODEL, OPTIMIZER, EXTRA, RANKS)} | {EXTRA_TENSORS: EXTRA}
 
 
@@ -53,13 +53,13 @@ def find_folders(
 
     Args:
         path: The path of a checkpoint, or of a directory of checkpoints.
-        step: The step of a checkpoint in a directory; None: the latest.
-        every: all checkpoints, unless ``step`` is given.
-        broken: also those whose manifest is missing.
+        step: The step of a checkpoint in a directory. None: the latest step.
+        every: Find all checkpoints, unless ``step`` is given.
+        broken: Also find checkpoints whose manifest is missing.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or not that step.
-        NotADirectoryError: the path is a file.
+        FileNotFoundError: There is no checkpoint, or none of that step.
+        NotADirectoryError: The path is a file.
     """
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
@@ -90,7 +90,7 @@ def find_folders(
 
 
 def _check_step(folder: Path, step: int | None) -> None:
-    """Check that a single checkpoint is that of a step."""
+    """Check that a single checkpoint has the given step."""
     if step is None:
         return
     found = Manifest.read(folder).step if (folder / MANIFEST).is_file() else "an unknown one"
@@ -103,18 +103,18 @@ class StoredCheckpoint:
 
     Args:
         folder: The folder of the checkpoint.
-        trust: allow objects of any class, which may run arbitrary code.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Attributes:
         folder: The folder of the checkpoint.
-        manifest: None for a plain checkpoint of DCP.
-        saved: its keys.
+        manifest: The manifest; None for a plain checkpoint of DCP.
+        saved: The keys of the checkpoint.
         metadata: The metadata of DCP.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: manifest or metadata are damaged.
-        NewerFormatError: its format is newer than this code.
+        FileNotFoundError, NotADirectoryError: There is no checkpoint.
+        ValueError: The manifest or the metadata are damaged.
+        NewerFormatError: The format of the checkpoint is newer than this code.
     """
 
     def __init__(self, folder: Path, trust: bool = False) -> None:
@@ -136,33 +136,33 @@ class StoredCheckpoint:
 
     @cached_property
     def objects(self) -> list[str]:
-        """Keys of all entries that are not tensors."""
+        """The keys of all entries that are not tensors."""
         return [key for key in self.saved.entries if key not in self.tensors]
 
     def section(self, key: str) -> str:
-        """Section of an entry."""
+        """Returns the section of an entry."""
         first = str(self.saved.paths[key][0])
         return _SECTIONS.get(first, OTHER)
 
     def object_bytes(self, key: str) -> int:
-        """Stored size of an object."""
+        """Returns the stored size of an object in bytes."""
         return int(self._place(key).length)
 
     def read_object(self, key: str) -> bytes:
         """Returns the stored bytes of an object, in the format of ``torch.load``.
 
         Raises:
-            FileNotFoundError: its file is missing.
-            ValueError: its file is too short, or damaged.
+            FileNotFoundError: The file of the object is missing.
+            ValueError: The file is too short or damaged.
         """
         return self._reader.read_object(key)
 
     def read_value(self, key: str) -> Any:
-        """Read an object, or a tensor on the CPU. Packed objects are unpacked.
+        """Read an entry: an object, which is unpacked if it is packed, or a tensor on the CPU.
 
         Raises:
-            FileNotFoundError: see :meth:`read_object`.
-            ValueError: the object cannot be read, or is of a class that could run code.
+            FileNotFoundError: The file of the entry is missing.
+            ValueError: The object cannot be read, or is of a class that could run code.
         """
         if key in self.tensors:
             targets = {key: self.saved.empty(key)}
@@ -174,11 +174,11 @@ class StoredCheckpoint:
         return unpack(value, where, self.trust) if is_packed else value
 
     def files(self) -> set[str]:
-        """Names of its files."""
+        """Returns the names of the checkpoint's files."""
         return _files(self.manifest, self.metadata)
 
     def saved_at(self) -> datetime:
-        """Time of completion, in local time."""
+        """Returns the time at which the checkpoint was completed, in local time."""
         name = METADATA if self.manifest is None else MANIFEST
         return datetime.fromtimestamp((self.folder / name).stat().st_mtime).astimezone()
 
@@ -188,15 +188,15 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Result of the verification of a checkpoint.
+    """The result of the verification of a checkpoint.
 
     Attributes:
         folder: The folder of the checkpoint.
-        step: None if the checkpoint does not contain it.
-        has_checksums: every byte was verified; False: only bytes within entries.
-        num_files, num_bytes: The number of files and bytes of existing files.
-        damages: a line for each file that is missing or damaged, with the damaged entries.
-        strays: names of other files in its folder.
+        step: The step; None if the checkpoint does not contain it.
+        has_checksums: Whether every byte was verified. False: only bytes within entries were.
+        num_files, num_bytes: The number and the total bytes of existing files.
+        damages: A line for each file that is missing or damaged, with the damaged entries.
+        strays: Names of other files in the folder.
     """
 
     folder: Path
@@ -216,13 +216,13 @@ def verify(
     """Read every byte of a checkpoint, and verify all checksums that it has.
 
     Args:
-        folder: The folder of a checkpoint, see :func:`find_folders`.
-        progress: called with the number of bytes of each read.
-        trust: allow objects of any class, which may run arbitrary code.
+        folder: The folder of a checkpoint; see :func:`find_folders`.
+        progress: Function that is called with the number of bytes of each read.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Raises:
-        NewerFormatError: its format is newer than this code.
-        OSError: it cannot be read.
+        NewerFormatError: The format of the checkpoint is newer than this code.
+        OSError: The folder or a file cannot be read.
     """
     damages: list[str] = []
     manifest: Manifest | None = None
@@ -258,7 +258,7 @@ def verify(
 
 
 def count_files(folder: Path, names: set[str] | None = None) -> tuple[int, int]:
-    """Number and total bytes of files in a folder.
+    """Returns the number and the total bytes of files in a folder.
 
     Args:
         folder: The folder of a checkpoint.
@@ -273,12 +273,12 @@ def count_files(folder: Path, names: set[str] | None = None) -> tuple[int, int]:
 
 
 def stray_files(folder: Path, names: set[str]) -> list[str]:
-    """Names in a folder that are not in ``names``."""
+    """Returns the names in a folder that are not in ``names``."""
     return sorted(path.name for path in folder.iterdir() if path.name not in names)
 
 
 def _has_lost_manifest(folder: Path) -> bool:
-    """Whether a folder without a manifest was probably written by a ``Checkpointer``."""
+    """Returns whether a folder without a manifest was probably written by a ``Checkpointer``."""
     folder = folder.resolve()
     if folder not in CheckpointDirectory(folder.parent).incomplete():
         return False
@@ -289,7 +289,7 @@ def _has_lost_manifest(folder: Path) -> bool:
 
 
 def _files(manifest: Manifest | None, metadata: Metadata | None) -> set[str]:
-    """Names of a checkpoint's files."""
+    """Returns the names of a checkpoint's files."""
     if manifest is not None:
         return {MANIFEST, *manifest.files}
     places = (metadata.storage_data if metadata is not None else None) or {}

@@ -1,7 +1,7 @@
-"""State of an optimizer in a checkpoint, by names of parameters, independent of order and sharding.
+"""Saves and loads the state of an optimizer by names of parameters, for any order and sharding.
 
-The format is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, and an
-entry with the optimizer's class:
+The format is that of ``torch.distributed.checkpoint.state_dict.get_optimizer_state_dict``, with an
+additional entry for the optimizer's class:
 
     optimizer.state.<parameter>.<state>             a tensor, or an object
     optimizer.param_groups.<number>.params          names of its parameters
@@ -10,10 +10,10 @@ entry with the optimizer's class:
 
 [Note: State without a step]
 An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
-a tensor of the saved weight's shape becomes a slice with the parameter's placement (or a plain
-tensor if the parameter is one), every other tensor is replicated. For a 0-d parameter the shape of
-a state does not show whether it is sharded like the parameter; the state of the same key of another
-parameter determines this.
+a tensor of the saved weight's shape is loaded as a slice with the parameter's placement (or as a
+plain tensor if the parameter is one), and every other tensor is replicated. For a 0-d parameter the
+shape of a state does not determine whether the state is sharded like the parameter. The state of
+the same name of another parameter determines this.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def name_params(
 
     Raises:
         TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
-        ValueError: it holds a tensor that is not a parameter of the sharded model.
+        ValueError: The optimizer holds a tensor that is not a parameter of the sharded model.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer or None; found {optimizer!r}")
@@ -76,11 +76,12 @@ def name_params(
 
 
 def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Entries below ``optimizer`` that this rank saves: state tensors, and on rank 0 all else.
+    """Returns the entries below ``optimizer`` that this rank saves: state tensors, and on rank 0
+    all other entries.
 
     Raises:
-        ValueError: a state contains a container, or belongs to no parameter.
-        TypeError, ValueError: see :func:`name_params`.
+        ValueError: A state contains a container, or belongs to no parameter.
+        TypeError, ValueError: Errors of :func:`name_params`.
     """
     groups = name_params(saved_params(engine), optimizer)
     packed = optimizer.state_dict()
@@ -137,10 +138,10 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
 
 
 def group_targets(saved: Saved) -> Targets:
-    """Targets of the optimizer's groups and class, which are read first.
+    """Returns the targets of the optimizer's groups and class, which are read first.
 
     Raises:
-        ValueError: the checkpoint contains no optimizer state by names.
+        ValueError: The checkpoint contains no optimizer state by names.
     """
     keys = [*saved.below(OPTIMIZER, GROUPS), *saved.below(OPTIMIZER, KIND)]
     if not keys:
@@ -152,18 +153,18 @@ def group_targets(saved: Saved) -> Targets:
 
 
 class OptimizerMatch:
-    """Match of a checkpoint's entries with an optimizer.
+    """The match of a checkpoint's entries with an optimizer.
 
     Args:
         engine: The engine of the optimizer's parameters.
-        optimizer: not changed before :meth:`apply`.
-        saved: keys of the checkpoint.
-        groups: values that were read for :func:`group_targets`.
+        optimizer: The optimizer, which only :meth:`apply` changes.
+        saved: The keys of the checkpoint.
+        groups: The values that were read for :func:`group_targets`.
 
     Attributes:
-        targets: entries to read.
-        problems: a line for each entry that does not fit, which is not a target.
-        is_same_kind: whether the saved state is of a compatible class of optimizer.
+        targets: The entries to read.
+        problems: A line for each entry that does not fit. Such entries are not in ``targets``.
+        is_same_kind: Whether a compatible class of optimizer saved the state.
     """
 
     def __init__(
@@ -237,13 +238,13 @@ class OptimizerMatch:
                 loaded = self._optimizer.state[member.held] if index in states else {}
                 for name, value in states.get(index, {}).items():
                     # load_state_dict casts to the parameter's dtype. Restore the dtype of the
-                    # target: see :meth:`_dtype_of_state`.
+                    # target; see _dtype_of_state.
                     casts = isinstance(value, Tensor) and loaded[name].dtype != value.dtype
                     if casts and _class_within(loaded[name]) is None:
                         loaded[name] = value.to(loaded[name].device)
 
     def _put_full_state(self, member: SavedParam, state: Any) -> bool:
-        """Restore the saved dtypes of a parameter's full state. False: its state is sharded."""
+        """Restore the saved dtypes of a parameter's full state. Returns False if it is sharded."""
         for hook in self._hooks:
             if hook.keeps_full_state(member.held):
                 if state:
@@ -253,12 +254,12 @@ class OptimizerMatch:
 
     def _as_held(self, member: SavedParam, key: str, value: Any) -> Any:
         if key in self._full:
-            return self._full[key]  # over the memory that was read into
+            return self._full[key]  # this tensor is over the memory that was read into
         return member.as_held(value) if isinstance(value, Tensor) else value
 
     def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check that the state was saved by the optimizer's class, a base class of it, or a class
-        with the same hyperparameters."""
+        """Check that the optimizer's class, one of its base classes, or a class with the same
+        hyperparameters saved the state."""
         classes = [each.__name__ for each in type(self._optimizer).__mro__]
         mine = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
         mine &= set().union(*(each.defaults for each in single_optimizers(self._optimizer)))
@@ -284,7 +285,8 @@ class OptimizerMatch:
             )
 
     def _check_group_state(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check state in groups that is not a hyperparameter: that of a loss scaler."""
+        """Check the state in groups that is not a hyperparameter, which is that of a loss
+        scaler."""
         own = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
         packed = set().union(*map(_hyperparameters, self._optimizer.state_dict()[GROUPS]))
         saved = set().union(*map(_hyperparameters, saved_groups))
@@ -294,15 +296,16 @@ class OptimizerMatch:
             )
 
     def _of_empty_group(self, number: int, empty: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Hyperparameters of a group without parameters: those of the saved group without
-        parameters that has its place among such groups."""
+        """Returns the saved hyperparameters of a group without parameters. The n-th of such groups
+        gets those of the n-th saved group without parameters."""
         place = sum(not members for members in self._members[:number])
         return _hyperparameters(empty[place]) if place < len(empty) else {}
 
     def _is_complete(
         self, member: SavedParam, kind: type[torch.optim.Optimizer], expected: set[str]
     ) -> bool:
-        """Whether a parameter that has state has all of it; if not, this is a problem."""
+        """Returns whether a parameter's saved state is empty or complete. Reports a problem if
+        not."""
         found = {str(path[0]) for path in self._keys.get(member.name, {})}
         missing = expected - found if found else set()
         if missing:
@@ -313,12 +316,13 @@ class OptimizerMatch:
         return not missing
 
     def _dtype_of_state(self, member: SavedParam, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a state of this saved dtype is loaded: the parameter's, if state and
-        parameter were saved in one dtype, else its own."""
+        """Returns the dtype in which a state of this saved dtype is loaded: the parameter's dtype
+        if state and parameter were saved in the same dtype, else the saved dtype."""
         return member.held.dtype if dtype == self._saved_dtype(member.aliases) else dtype
 
     def _merge(self, number: int, members: Sequence[SavedParam]) -> dict[str, Any]:
-        """Hyperparameters that all parameters of a group had at the save."""
+        """Returns the hyperparameters that the parameters of a group had at the save. Reports a
+        problem if they differ."""
         names = [m.name for m in members if m.name in self._group_of]
         merged: dict[str, Any] = {}
         origin: dict[str, str] = {}
@@ -336,7 +340,8 @@ class OptimizerMatch:
         return merged
 
     def _state_keys(self) -> dict[str, dict[Path, str]]:
-        """Flat key by parameter and path of a state: its name, and places in containers."""
+        """Returns the flat key of each state, by the name of the parameter and the path of the
+        state: its name, and keys or indices in containers."""
         found: dict[str, dict[Path, str]] = {}
         for key in self._saved.below(OPTIMIZER, STATE):
             _, _, *rest = self._saved.paths[key]
@@ -354,7 +359,8 @@ class OptimizerMatch:
         for path, key in self._keys.get(member.name, {}).items():
             state = str(path[0])
             target = self._saved.empty(key)
-            # torch's own optimizers have other tensors in the parameter's dtype, too (Adafactor).
+            # torch's own optimizers also store tensors of other shapes in the parameter's dtype
+            # (Adafactor).
             follows = is_torchs and target is not None and target.ndim > 0
             if target is not None and (follows or self._is_like_parameter(member, state, key)):
                 target = target.to(self._dtype_of_state(member, target.dtype))
@@ -388,8 +394,8 @@ class OptimizerMatch:
     def _scales_of_blocks(
         self, member: SavedParam, state: str, target: Tensor | None
     ) -> Tensor | None:
-        """A tensor for this rank's elements of a state with an element for each block of the
-        parameter; None: it is no such state."""
+        """Returns a tensor for this rank's elements of a state that has an element for each block
+        of the parameter; None for any other state."""
         if target is None or not isinstance(member.held, FlatDTensor):
             return None
         of_param = member.held.flat_placement
@@ -400,7 +406,8 @@ class OptimizerMatch:
         return FlatDTensor.from_flat_local(local, placement)
 
     def _target_like(self, member: SavedParam, state: str, dtype: torch.dtype) -> Tensor:
-        """The existing state if it has the parameter's placement; otherwise a new tensor."""
+        """Returns the existing state if it has the parameter's placement, otherwise a new
+        tensor."""
         found = self._optimizer.state.get(member.held, {}).get(state)
         if isinstance(found, Tensor) and found.dtype == dtype and _class_within(found) is None:
             placement = _placement_of(member.held)
@@ -413,7 +420,7 @@ class OptimizerMatch:
         return member.zeros(dtype)
 
     def _is_like_parameter(self, member: SavedParam, state: str, key: str) -> bool:
-        """Whether a state has its parameter's shape. See [Note: State without a step]."""
+        """Returns whether a state has its parameter's shape. See [Note: State without a step]."""
         shape = self._saved_shape(member.aliases)
         if self._saved.shape(key) != shape:
             return False
@@ -440,9 +447,10 @@ class OptimizerMatch:
 def state_names(
     kind: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], num_dims: int
 ) -> set[str]:
-    """Names of the states that a parameter has after a step, found by a step on one element.
+    """Returns the names of the states that a parameter has after a step. A step on one element
+    determines them.
 
-    Empty for optimizers whose step is not torch's own.
+    The result is empty for optimizers whose step is not torch's own.
     """
     if not _is_torchs(kind):
         return set()
@@ -459,13 +467,13 @@ def state_names(
     trial.__dict__.update(defaults=values, param_groups=groups, state=defaultdict(dict))
     try:
         step(trial)
-    except Exception:  # it needs a closure, or other gradients
+    except Exception:  # the step needs a closure or other gradients
         return set()
     return {str(name) for name, value in trial.state[param].items() if value is not None}
 
 
 def _is_torchs(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether the step of an optimizer is torch's own."""
+    """Returns whether the step of an optimizer is torch's own."""
     return str(getattr(method_of(kind, "step"), "__module__", "")).startswith("torch.optim.")
 
 
@@ -473,7 +481,7 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
     """Returns the param groups of a saved optimizer, with names of parameters.
 
     Raises:
-        ValueError: they are not a list of dicts with a list of names in ``params``.
+        ValueError: The groups are not a list of dicts with a list of names in ``params``.
     """
     groups = read.get(GROUPS) if isinstance(read, dict) else None
     are_right = isinstance(groups, list) and all(
@@ -496,10 +504,11 @@ def _step_hooks(optimizer: torch.optim.Optimizer) -> list[StepHook]:
 
 
 def _full_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
-    """A value in the full state of a parameter, with its placement in a checkpoint.
+    """Returns a value in the full state of a parameter, with its placement in a checkpoint.
 
     Raises:
-        ValueError: it is no tensor and no number, or of an expert, and of another shape.
+        ValueError: The value is neither tensor nor number, or it belongs to an expert and has
+            another shape.
     """
     if isinstance(value, Tensor):
         if member.saved is member.held:
@@ -525,7 +534,8 @@ def _placement_of(tensor: Tensor) -> FlatPlacement | None:
 
 
 def _class_within(value: object) -> type | None:
-    """Class of a tensor, or of the slice of a FlatDTensor, if it is a subclass of Tensor."""
+    """Returns the class of a tensor, or of a FlatDTensor's slice, if it is a subclass of Tensor;
+    else None."""
     local = value._local_tensor if isinstance(value, FlatDTensor) else value
     if not isinstance(local, Tensor) or type(local) in (Tensor, nn.Parameter, FakeTensor):
         return None
@@ -533,7 +543,8 @@ def _class_within(value: object) -> type | None:
 
 
 def _names(member: SavedParam) -> tuple[str, ...]:
-    """Name of a parameter; for an expert, the names of all ranks' experts at its position."""
+    """Returns the name of a parameter. For an expert: the names of all ranks' experts at its
+    position."""
     return member.of_others if member.is_of_experts else (member.name,)
 
 
@@ -549,7 +560,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def optimizer_kind(optimizer: Optimizers | None) -> str | None:
-    """Names of the optimizers' classes, to compare between ranks; None without an optimizer."""
+    """Returns the names of the optimizers' classes, which ranks compare; None without an
+    optimizer."""
     if optimizer is None:
         return None
     if isinstance(optimizer, Sequence):

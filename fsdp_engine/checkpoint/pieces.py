@@ -1,18 +1,18 @@
-"""A tensor assembled from boxes of stored tensors, without reading or moving elements.
+"""``Pieces``: a tensor that is assembled from boxes of stored tensors. No elements are read.
 
 [Note: Pieces]
-Libraries use other tensors in files than in memory: transformers 5 fuses the experts of a layer
-into one tensor, concatenates q, k and v, transposes, interleaves. All of this is reindexing: each
-element in memory is one element of a file. Therefore a tensor is represented by a set of *boxes*,
-each a box of a stored tensor at some offset, with permuted dims. Concatenating, splitting,
-transposing and reshaping tensors are small computations with the integers of their boxes. Code that
-was written for tensors (``torch.stack``, ``torch.cat``, ``x.reshape(...)``) can be called with
-:class:`Pieces`: the boxes of the result determine the bytes of each part of it in files, and each
-rank reads those of its slices.
+Libraries use different tensors in files than in memory: transformers 5 fuses the experts of a layer
+into one tensor, concatenates q, k and v, transposes, interleaves. All of these operations are
+reindexing: each element in memory is one element of a file. Therefore a tensor is represented by a
+set of *boxes*. Each is a box of a stored tensor, at some offset in the assembled tensor, with
+permuted dims. Concatenating, splitting, transposing and reshaping tensors are small computations
+with the integers of their boxes. Code that was written for tensors (``torch.stack``, ``torch.cat``,
+``x.reshape(...)``) can be called with :class:`Pieces`. The boxes of the result determine at which
+bytes of the files its elements are, and each rank reads the bytes of its slices.
 
-A box has the *refined* shape of the stored tensor: a reshape that splits a dim also splits this dim
-of the stored tensor, which does not change row-major elements. A reshape that joins two dims whose
-elements are not consecutive creates a box for each index of the first dim.
+A box contains the *refined* shape of the stored tensor: a reshape that splits a dim also splits
+this dim of the stored tensor, which does not change the order of row-major elements. A reshape that
+joins two dims whose elements are not consecutive creates a box for each index of the first dim.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
-# Maximum number of boxes. Reading more boxes one by one would be too slow.
+# Maximum number of boxes of a tensor. Reading more boxes one by one would be too slow.
 MOST_BOXES = 1 << 16
 
-# In a box: a dim of size 1 that does not exist in the stored tensor.
+# Value in ``Box.dims`` for a dim of size 1 that does not exist in the stored tensor.
 _NEW = -1
 
 
@@ -36,12 +36,12 @@ class Box:
     """A box of a stored tensor, and its position in the assembled tensor.
 
     Attributes:
-        stored: identifies the stored tensor.
-        shape: refined shape of the stored tensor.
+        stored: An object that identifies the stored tensor.
+        shape: The refined shape of the stored tensor.
         starts, lengths: The starts and lengths of the box, for each dim of ``shape``.
-        at: offset of the box in the assembled tensor, for each dim of the assembled tensor.
-        dims: dim of ``shape`` for each dim of the assembled tensor; -1: none. The box has length 1
-            along all other dims of ``shape``.
+        at: The offset of the box in the assembled tensor, for each dim of the assembled tensor.
+        dims: The dim of ``shape`` for each dim of the assembled tensor; -1 if there is none. The
+            box has length 1 along all other dims of ``shape``.
     """
 
     stored: Any
@@ -52,7 +52,7 @@ class Box:
     dims: tuple[int, ...]
 
     def length(self, dim: int) -> int:
-        """Length of the box along a dim of the assembled tensor."""
+        """Returns the length of the box along a dim of the assembled tensor."""
         own = self.dims[dim]
         return 1 if own == _NEW else self.lengths[own]
 
@@ -78,7 +78,7 @@ class Box:
 
 
 class Pieces:
-    """A tensor assembled from boxes, which partition it. See [Note: Pieces].
+    """A tensor that is assembled from boxes, which partition it. See [Note: Pieces].
 
     Attributes:
         shape: The shape of the assembled tensor.
@@ -109,32 +109,32 @@ class Pieces:
         return len(self.shape)
 
     def dim(self) -> int:
-        """Number of dims."""
+        """Returns the number of dims."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Number of elements."""
+        """Returns the number of elements."""
         return math.prod(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Size of all dims, or of one."""
+        """Returns the sizes of all dims, or the size of one dim."""
         return self.shape if dim is None else self.shape[dim]
 
     def contiguous(self) -> Pieces:
-        """Returns itself."""
+        """Returns the object itself, because pieces have no memory."""
         return self
 
     clone = contiguous
 
     def narrow(self, dim: int, start: int, length: int) -> Pieces:
-        """As ``torch.narrow``."""
+        """Take a range of a dim, as ``torch.narrow`` does."""
         dim %= self.ndim
         parts = (box.narrowed(dim, start, start + length) for box in self.boxes)
         moved = (box.moved(dim, box.at[dim] - start) for box in parts if box is not None)
         return Pieces(_put(self.shape, dim, length), self.dtype, moved)
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Pieces, ...]:
-        """As ``torch.split``."""
+        """Split a dim into ranges, as ``torch.split`` does."""
         whole = self.shape[dim]
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - low) for low in range(0, whole, sizes)]
@@ -146,15 +146,15 @@ class Pieces:
         )
 
     def chunk(self, count: int, dim: int = 0) -> tuple[Pieces, ...]:
-        """As ``torch.chunk``."""
+        """Split a dim into ``count`` ranges, as ``torch.chunk`` does."""
         return self.split(max(math.ceil(self.shape[dim] / count), 1), dim)
 
     def unbind(self, dim: int = 0) -> tuple[Pieces, ...]:
-        """As ``torch.unbind``."""
+        """Remove a dim and return the slices along it, as ``torch.unbind`` does."""
         return tuple(part.squeeze(dim) for part in self.split(1, dim))
 
     def permute(self, *dims: Any) -> Pieces:
-        """As ``torch.permute``."""
+        """Permute the dims, as ``torch.permute`` does."""
         order = [dim % self.ndim for dim in _sizes(dims)]
         return Pieces(
             [self.shape[dim] for dim in order],
@@ -170,17 +170,17 @@ class Pieces:
         )
 
     def transpose(self, dim0: int, dim1: int) -> Pieces:
-        """As ``torch.transpose``."""
+        """Swap two dims, as ``torch.transpose`` does."""
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
         return self.permute(*order)
 
     def t(self) -> Pieces:
-        """As ``torch.t``."""
+        """Swap the two dims, as ``torch.t`` does."""
         return self.transpose(0, 1) if self.ndim > 1 else self
 
     def unsqueeze(self, dim: int) -> Pieces:
-        """As ``torch.unsqueeze``."""
+        """Insert a dim of size 1, as ``torch.unsqueeze`` does."""
         dim %= self.ndim + 1
         return Pieces(
             _insert(self.shape, dim, 1),
@@ -192,7 +192,7 @@ class Pieces:
         )
 
     def squeeze(self, dim: int) -> Pieces:
-        """As ``torch.squeeze`` of one dim."""
+        """Remove a dim if its size is 1, as ``torch.squeeze`` does."""
         dim %= self.ndim
         if self.shape[dim] != 1:
             return self
@@ -203,10 +203,10 @@ class Pieces:
         )
 
     def reshape(self, *sizes: Any) -> Pieces:
-        """As ``torch.reshape``.
+        """Change the shape, as ``torch.reshape`` does.
 
         Raises:
-            ValueError: the number of elements differs, or the result has more than 65,536 boxes.
+            ValueError: The number of elements differs, or the result has more than 65,536 boxes.
         """
         wanted = list(_sizes(sizes))
         if wanted.count(-1) == 1:
@@ -217,7 +217,7 @@ class Pieces:
         if not self.numel():
             return Pieces(wanted, self.dtype, ())
         found: Pieces = self
-        done = 0  # leading dims that match
+        done = 0  # number of leading dims that match
         while done < len(wanted) or done < found.ndim:
             here = found.shape[done] if done < found.ndim else None
             size = wanted[done] if done < len(wanted) else None
@@ -236,12 +236,12 @@ class Pieces:
     view = reshape
 
     def flatten(self, start: int = 0, end: int = -1) -> Pieces:
-        """As ``torch.flatten``."""
+        """Join the dims from ``start`` to ``end``, as ``torch.flatten`` does."""
         start, end = start % self.ndim, end % self.ndim
         return self.reshape(*self.shape[:start], -1, *self.shape[end + 1 :])
 
     def _cut(self, dim: int, rows: int) -> Pieces:
-        """Split ``dim`` into two dims, of which the first has size ``rows``."""
+        """Split ``dim`` into two dims. The first has size ``rows``."""
         columns = self.shape[dim] // rows
         shape = (*self.shape[:dim], rows, columns, *self.shape[dim + 1 :])
         return Pieces(
@@ -260,7 +260,7 @@ class Pieces:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Implements functions such as ``torch.stack``."""
+        """Implement functions such as ``torch.stack`` for pieces."""
         name = getattr(func, "__name__", str(func))
         known = _FUNCTIONS.get(name)
         if known is None:
@@ -271,7 +271,7 @@ class Pieces:
 
 
 def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
-    """As ``torch.cat``."""
+    """Concatenate pieces, as ``torch.cat`` does for tensors."""
     first = pieces[0]
     dim %= first.ndim
     at, boxes = 0, []
@@ -287,7 +287,7 @@ def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
 
 
 def stack(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
-    """As ``torch.stack``."""
+    """Stack pieces along a new dim, as ``torch.stack`` does for tensors."""
     return cat([each.unsqueeze(dim) for each in pieces], dim)
 
 
@@ -308,7 +308,7 @@ def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, lis
     """Split a flat range [first, last) of an assembled tensor into boxes.
 
     Yields:
-        A box, and the row-major strides of the assembled tensor.
+        Each box, and the row-major strides of the assembled tensor.
     """
     steps = [math.prod(pieces.shape[dim + 1 :]) for dim in range(pieces.ndim)]
     for starts, stops in rectangles(tuple(pieces.shape), first, last):
@@ -323,7 +323,8 @@ def flat_parts(pieces: Pieces, first: int, last: int) -> Iterator[tuple[Box, lis
 def rectangles(
     shape: tuple[int, ...], first: int, last: int
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """Split a flat range [first, last) of a tensor into boxes; yields starts and stops of each."""
+    """Split a flat range [first, last) of a tensor into boxes. Yields the starts and stops of
+    each."""
     if first >= last:
         return
     if not shape:
@@ -350,7 +351,8 @@ def _within(
 
 
 def _cut(box: Box, dim: int, columns: int) -> Iterator[Box]:
-    """Split a dim of ``box`` into rows of ``columns``: a box of full rows, and partial rows."""
+    """Split a dim of ``box`` into rows of ``columns`` elements. Yields full rows and partial
+    rows."""
     first, last = box.at[dim], box.at[dim] + box.length(dim)
     low, high = -(-first // columns), last // columns
     if low < high:
@@ -365,7 +367,8 @@ def _cut(box: Box, dim: int, columns: int) -> Iterator[Box]:
 
 
 def _cut_rows(box: Box, dim: int, columns: int) -> Iterator[Box]:
-    """Full rows: one box if they are aligned with rows of the stored tensor, else one for each."""
+    """Split a dim of a box of full rows. Yields one box if the rows are aligned with rows of the
+    stored tensor, else one box for each row."""
     own = box.dims[dim]
     if own == _NEW or box.shape[own] % columns or box.starts[own] % columns:
         for start in range(box.at[dim], box.at[dim] + box.length(dim), columns):
@@ -385,7 +388,7 @@ def _cut_rows(box: Box, dim: int, columns: int) -> Iterator[Box]:
 
 
 def _in_row(box: Box, dim: int, columns: int) -> Box:
-    """Returns a box that is within one row, with the split dim."""
+    """Returns a box that is within one row, after the dim was split."""
     row, column = divmod(box.at[dim], columns)
     return replace(
         box,
@@ -395,7 +398,7 @@ def _in_row(box: Box, dim: int, columns: int) -> Box:
 
 
 def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
-    """Join two dims of ``box``, of which the second has size ``columns``."""
+    """Join ``dim`` and the next dim of ``box``. The second has size ``columns``."""
     outer, inner = box.dims[dim], box.dims[dim + 1]
     at = box.at[dim] * columns + box.at[dim + 1]
     kept = (*box.at[:dim], at, *box.at[dim + 2 :])
@@ -404,7 +407,7 @@ def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
     elif columns == 1:
         yield replace(box, at=kept, dims=(*box.dims[:dim], outer, *box.dims[dim + 2 :]))
     elif inner == outer + 1 and box.length(dim + 1) == columns == box.shape[inner]:
-        # The rows are consecutive in the stored tensor, too.
+        # The rows are also consecutive in the stored tensor.
         fewer = [dims - (dims > outer) for dims in box.dims]
         yield Box(
             box.stored,
@@ -422,7 +425,7 @@ def _joined(box: Box, dim: int, columns: int) -> Iterator[Box]:
 
 
 def _sizes(given: Sequence[Any]) -> Sequence[int]:
-    """Sizes of a call ``f(2, 3)`` or ``f((2, 3))``."""
+    """Returns the sizes in a call ``f(2, 3)`` or ``f((2, 3))``."""
     return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
 
 

@@ -1,13 +1,12 @@
 """Reads the ranges of a checkpoint that a rank holds, through a small buffer.
 
-The reader does not use ``torch.load`` for large chunks, because it would load each chunk as a
-whole.
+The reader does not use ``torch.load`` for large chunks, because that would load the full chunk.
 
 [Note: Tensors within files]
 DCP stores a chunk as ``torch.save`` writes a tensor: an uncompressed zip archive whose entry
-``data/0`` is the storage. A chunk that is contiguous from the start of its storage (all that DCP
-writes are, because it clones views) is a row-major box of the tensor, at a known offset of the
-file. ``torch.load`` reads all other chunks, and small ones.
+``data/0`` is the storage. A chunk that is contiguous from the start of its storage is a row-major
+box of the tensor, at a known offset of the file. All chunks that DCP writes are such chunks,
+because it clones views. ``torch.load`` reads other chunks and small chunks.
 
 [Note: Verification]
 The manifest contains a checksum of each file. If one differs, the damaged entries are found by the
@@ -38,12 +37,13 @@ from fsdp_engine.checkpoint.inert_pickle import RefusedError
 from fsdp_engine.checkpoint.manifest import Manifest, file_row
 from fsdp_engine.memory import allocator
 
-# Memory that a rank uses in addition to its shards while it reads.
+# Bytes of memory that a rank uses in addition to its shards while it reads.
 READ_BUFFER_BYTES = 16 << 20
 
-# Chunks up to this size are read as a whole, because locating their elements would take longer.
+# Chunks up to this number of bytes are read at once, because locating their elements would take
+# longer.
 _SMALL_BYTES = 1 << 18
-_ZIP_HEADER_BYTES = 30  # of an entry; its name and an extra field follow
+_ZIP_HEADER_BYTES = 30  # header of an entry; a name and an extra field follow it
 
 
 class Reader(dcp.FileSystemReader):
@@ -52,7 +52,7 @@ class Reader(dcp.FileSystemReader):
     Args:
         folder: The folder of a checkpoint.
         metadata: The metadata of the checkpoint, with the checksums.
-        buffer_bytes: size of the buffer.
+        buffer_bytes: Number of bytes of the buffer.
     """
 
     def __init__(
@@ -65,7 +65,8 @@ class Reader(dcp.FileSystemReader):
         self.set_up_storage_reader(metadata, True)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns the metadata of the constructor. DCP's method would unpickle it unrestricted."""
+        """Returns the metadata that the constructor was given. DCP's method would unpickle the file
+        without restrictions."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -77,7 +78,7 @@ class Reader(dcp.FileSystemReader):
         for relative_path, items in per_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, relative_path), "rb") as file:
                 source = self._checked(file, relative_path)
-                chunk: tuple[int, StoredChunk] | None = None  # the previous one: items may share it
+                chunk: tuple[int, StoredChunk] | None = None  # previous one: items may share it
                 for item in sorted(items, key=self._offset):
                     try:
                         chunk = self._read_item(source, item, planner, chunk)
@@ -97,8 +98,8 @@ class Reader(dcp.FileSystemReader):
         """Returns the stored bytes of an object, in the format of ``torch.load``.
 
         Raises:
-            FileNotFoundError: its file is missing.
-            ValueError: its file is too short, or damaged.
+            FileNotFoundError: The file of the object is missing.
+            ValueError: The file is too short or damaged.
         """
         place = self.storage_data[MetadataIndex(key)]
         path = Path(self.path) / place.relative_path
@@ -156,11 +157,11 @@ class FileView(io.RawIOBase):
         self._place = 0
 
     def readable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seekable(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
@@ -172,11 +173,11 @@ class FileView(io.RawIOBase):
         return self._place
 
     def tell(self) -> int:
-        """The position."""
+        """Returns the position."""
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` up to the end of the range; returns the number of bytes."""
+        """Fill ``buffer`` up to the end of the range. Returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         self._file.seek(self._start + self._place)
         count: int = self._file.readinto(view[: max(self._num_bytes - self._place, 0)])  # type: ignore[attr-defined]
@@ -201,13 +202,14 @@ class ReadBuffer:
 
 @dataclasses.dataclass(frozen=True)
 class StoredChunk:
-    """Location of a saved chunk's elements. See [Note: Tensors within files].
+    """The location of a saved chunk's elements. See [Note: Tensors within files].
 
     Attributes:
         shape: The shape of the chunk.
         dtype: The dtype of its elements.
-        start: offset of its row-major elements in the file, in bytes; None: they are in ``values``.
-        values: the chunk, if it is small, or can only be read by ``torch.load``.
+        start: The offset of its row-major elements in the file, in bytes. None: ``values`` contains
+            them.
+        values: The chunk, if it is small or only ``torch.load`` can read it.
     """
 
     shape: tuple[int, ...]
@@ -221,7 +223,7 @@ class StoredChunk:
         view = FileView(file, offset, num_bytes)
         if num_bytes <= _SMALL_BYTES:
             return cls._read(io.BytesIO(view.read(-1)))
-        # Buffered, because zipfile reads an archive's directory in small pieces.
+        # The file is buffered, because zipfile reads an archive's directory in small pieces.
         archive: Any = io.BufferedReader(view, 1 << 14)
         outline = torch.load(archive, map_location="meta", weights_only=True)
         shape, dtype = tuple(outline.shape), outline.dtype
@@ -270,17 +272,17 @@ def read_box(
     """Read a box of a row-major tensor in a file.
 
     Args:
-        file: opened for reading bytes.
-        start: offset of the tensor in the file, in bytes.
+        file: A file that is open for reading bytes.
+        start: The offset of the tensor in the file, in bytes.
         shape: The shape of the tensor in the file.
         dtype: The dtype of its elements.
         offsets: The offsets of the box, in each dim.
         lengths: The lengths of the box, in each dim.
         target: A tensor of shape ``lengths``, of any dtype, device and strides.
-        buffer: memory to read through, if ``target`` cannot be read into directly.
+        buffer: Memory for the elements if they cannot be read directly into ``target``.
 
     Raises:
-        EOFError: the file is too short.
+        EOFError: The file is too short.
     """
     if not math.prod(lengths):
         return
@@ -297,7 +299,7 @@ def read_box(
             place = first + row * row_bytes
             read_box(file, place, row_shape, dtype, offsets[1:], lengths[1:], target[row], buffer)
     else:
-        # Narrow columns: reading full rows is faster than one small read for each row.
+        # For narrow columns, reading full rows is faster than one small read for each row.
         step = max(buffer.num_bytes // row_bytes, 1)
         for low in range(0, lengths[0], step):
             count = min(step, lengths[0] - low)
@@ -325,7 +327,7 @@ def _read_rows(
             _read_exactly(file, start + low * dtype.itemsize, part)
             flat[low : low + part.numel()].copy_(part)
         return
-    # Not contiguous: read as many rows at a time as fit into the buffer.
+    # The target is not contiguous: read as many rows at a time as fit into the buffer.
     row_numel = math.prod(target.shape[1:])
     step = buffer.num_bytes // (row_numel * dtype.itemsize)
     for low in range(0, target.shape[0], max(step, 1)):
@@ -352,8 +354,8 @@ def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:
 
 
 def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
-    """Offset of the only storage in an archive of ``torch.save``; None if there is no such offset
-    (several storages, or compression)."""
+    """Returns the offset of the only storage in an archive of ``torch.save``. None: there are
+    several storages, or the storage is compressed."""
     with zipfile.ZipFile(whole) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
@@ -368,11 +370,11 @@ def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
 
 
 def check_sizes(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Check that files exist, and have the sizes in the manifest.
+    """Check that files exist and have the sizes in the manifest.
 
     Raises:
-        FileNotFoundError: one is missing.
-        ValueError: one has another size.
+        FileNotFoundError: A file is missing.
+        ValueError: A file has another size.
     """
     for name in names:
         path, expected = folder / name, manifest.files[name].bytes
@@ -391,13 +393,13 @@ def verify_files(
     """Read files and compare their checksums with the manifest.
 
     Args:
-        folder: the checkpoint.
-        manifest: its manifest.
-        names: files; None: all of them.
-        progress: called with the number of bytes of each read.
+        folder: The folder of the checkpoint.
+        manifest: The manifest of the checkpoint.
+        names: The names of the files. None: all files.
+        progress: Function that is called with the number of bytes of each read.
 
     Raises:
-        ValueError: files are missing or damaged; all of them are listed, with the damaged tensors.
+        ValueError: Files are missing or damaged. The message lists them, with the damaged tensors.
     """
     damages = find_damages(folder, manifest, names, progress)
     if damages:
@@ -437,16 +439,16 @@ def find_damaged_archives(
 ) -> list[str]:
     """Returns a line for each file with entries that differ from the checksums stored with them.
 
-    For checkpoints without a manifest. Damaged bytes between entries, and entries that were
-    replaced as a whole, are not detected.
+    Use it for checkpoints without a manifest. It does not detect damaged bytes between entries, or
+    entries that were completely replaced.
 
     Args:
-        folder: a checkpoint in DCP format.
-        progress: called with the number of bytes of each read.
-        trust: allow objects of any class in its metadata, which may run arbitrary code.
+        folder: The folder of a checkpoint in DCP format.
+        progress: Function that is called with the number of bytes of each read.
+        trust: Allow objects of any class in the metadata, which may run arbitrary code.
 
     Raises:
-        FileNotFoundError, NotADirectoryError, ValueError: its metadata cannot be read.
+        FileNotFoundError, NotADirectoryError, ValueError: The metadata cannot be read.
     """
     places = _places(folder, trust)
     damages: list[str] = []
@@ -458,12 +460,12 @@ def find_damaged_archives(
     return damages
 
 
-# Key of an entry, and its location in a file.
+# The key of an entry, and its location in a file.
 _Entry = tuple[str, Any]
 
 
 def _places(folder: Path, trust: bool = False) -> dict[str, list[_Entry]]:
-    """Entries by file."""
+    """Returns the entries of a checkpoint by file."""
     found: dict[str, list[_Entry]] = {}
     for index, place in read_metadata(folder, trust).storage_data.items():
         found.setdefault(place.relative_path, []).append((index.fqn, place))
@@ -485,7 +487,7 @@ def _damaged_entries(folder: Path, name: str) -> str:
 def _find_damaged(
     path: Path, entries: Iterable[_Entry], progress: Callable[[int], None] = lambda num_bytes: None
 ) -> list[str]:
-    """Keys of the entries of a file whose checksums differ."""
+    """Returns the keys of the entries of a file whose checksums differ."""
     damaged: dict[str, None] = {}
     with open(path, "rb") as file:
         for key, place in entries:

@@ -1,7 +1,7 @@
 """Reads a rank's slices of stored tensors into a sharded model.
 
-Each rank matches all names, shapes and dtypes, so that all ranks find the same errors, and raise
-before anything is read.
+Each rank matches all names, shapes and dtypes, so that all ranks find the same errors and raise
+them before anything is read.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fsdp_engine.checkpoint.safetensors_folder import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.comm.agreement import agree
 
-# Reads in flight, and the buffer of each.
+# Number of reads in flight, and bytes of the buffer of each.
 READERS = 4
 BUFFER_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """A range to read: into ``local``, from element ``first`` of ``pieces`` on."""
+    """A flat range of ``pieces`` to read, from element ``first`` on, into ``local``."""
 
     pieces: Pieces
     first: int
@@ -40,13 +40,13 @@ class Target:
 
 @dataclass
 class Match:
-    """Match of stored tensors with a model's.
+    """The match of stored tensors with the tensors of a model.
 
     Attributes:
-        targets: ranges that this rank reads.
-        missing: names of the model that are not stored, each with the expected tensor.
-        unexpected: stored names that are not in the model, each with the stored tensor.
-        problems: a line for each tensor of another shape or dtype, or that is stored twice.
+        targets: The ranges that this rank reads.
+        missing: Descriptions of the expected tensors that are not stored, by name.
+        unexpected: Descriptions of the stored tensors that are not in the model, by name.
+        problems: A line for each tensor that has another shape or dtype or is stored twice.
     """
 
     targets: list[Target] = field(default_factory=list)
@@ -55,14 +55,14 @@ class Match:
     problems: list[str] = field(default_factory=list)
 
     def raise_for(self, where: str, *, strict: bool) -> None:
-        """Raise if there are problems.
+        """Raise an error if there are problems.
 
         Args:
-            where: path that is read, for the message.
-            strict: missing and unexpected tensors are problems, too.
+            where: The path that is read, for the message.
+            strict: Treat missing and unexpected tensors as problems.
 
         Raises:
-            ValueError: lists all problems.
+            ValueError: There are problems; the message lists all of them.
         """
         problems = list(self.problems)
         if strict:
@@ -83,7 +83,7 @@ class Match:
 
 
 def whole(stored: TensorInFile) -> Pieces:
-    """The pieces of a tensor that equals one stored tensor."""
+    """Returns the pieces of a tensor that equals one stored tensor."""
     return Pieces.of(stored, stored.shape, stored.dtype)
 
 
@@ -95,10 +95,10 @@ def match(
     """Match stored tensors with a model.
 
     Args:
-        engine: the engine whose weights and persistent buffers are replaced.
-        stored: stored tensors by the model's name; several for one name are a problem. A tied
-            weight may be stored under any of its names.
-        wanted: names of the tensors to read; None: all.
+        engine: The engine whose weights and persistent buffers are replaced.
+        stored: The stored tensors by the model's names; several tensors for one name are a problem.
+            A tied weight may be stored under any of its names.
+        wanted: The names of the tensors to read. None: all.
     """
     found = Match()
     for name, all_of_it in stored.items():
@@ -120,7 +120,7 @@ def match(
         if not present:
             found.missing[names[0]] = expected
         for each in present:
-            # Rounding is allowed; dropping fractions (float to integer) is not.
+            # Rounding is allowed, but dropping fractions (float to integer) is not.
             if each.shape != tensor.shape or not torch.can_cast(each.dtype, tensor.dtype):
                 found.problems.append(f"{names[0]}: expected {expected}; found {_described(each)}")
         if present:
@@ -136,11 +136,11 @@ def read(
     """Read this rank's slices, in the order of the files, with several reads in flight.
 
     Args:
-        targets: from :func:`match`.
-        progress: called with the number of stored bytes of each part that was read.
+        targets: The ranges that :func:`match` found.
+        progress: Function that is called with the number of stored bytes of each part.
 
     Raises:
-        OSError, EOFError: a file cannot be read.
+        OSError, EOFError: A file cannot be read.
     """
     reads = sorted(
         (each for target in targets for each in _reads(target)),
@@ -162,10 +162,10 @@ def replace_weights(
     """Replace weights and persistent buffers by calling ``fill``. Collective.
 
     Args:
-        what: name of the operation, for messages.
+        what: The name of the operation in messages.
         engine: The engine of the model.
-        fill: replaces values; must not communicate.
-        finish: called when all ranks have called ``fill``; may communicate.
+        fill: Function that replaces values. It must not communicate.
+        finish: Function that is called when ``fill`` has returned on all ranks. It may communicate.
         names: The names of the entries that ``fill`` replaces; None: all.
 
     Raises:
@@ -214,13 +214,13 @@ def _reads(target: Target) -> Iterator[_Read]:
 
 
 def _read(box: Box, local: Tensor, steps: Sequence[int], begin: int) -> _Read:
-    """Read ``box`` into the memory of ``local``.
+    """Returns the read of ``box`` into the memory of ``local``.
 
     Args:
-        box: to read.
-        local: this rank's elements.
-        steps: strides of the unsharded tensor.
-        begin: offset in the storage of ``local`` at which the unsharded tensor would begin.
+        box: The box to read.
+        local: This rank's elements of the unsharded tensor.
+        steps: The strides of the unsharded tensor.
+        begin: The offset in the storage of ``local`` at which the unsharded tensor would begin.
     """
     offset = begin + sum(at * step for at, step in zip(box.at, steps, strict=True))
     own_steps = dict(zip(box.dims, steps, strict=True))
@@ -229,7 +229,7 @@ def _read(box: Box, local: Tensor, steps: Sequence[int], begin: int) -> _Read:
 
 
 class _Files:
-    """Open files and buffers of each thread."""
+    """The open files and buffers of each thread."""
 
     def __init__(self) -> None:
         self._own = threading.local()
@@ -243,13 +243,13 @@ class _Files:
             file.close()
 
     def read(self, each: _Read) -> int:
-        """Read a box; returns the number of stored bytes."""
+        """Read a box. Returns the number of stored bytes."""
         stored, box = each.stored, each.box
         own = self._own.__dict__
         buffer = own.setdefault("buffer", ReadBuffer(BUFFER_BYTES))
         files: dict[Path, BinaryIO] = own.setdefault("files", {})
         if stored.path not in files:
-            # Unbuffered, because the following bytes are read by other ranks.
+            # The file is unbuffered, because other ranks read the following bytes.
             files[stored.path] = open(stored.path, "rb", buffering=0)  # noqa: SIM115
             self._open.append(files[stored.path])
         with torch.no_grad():

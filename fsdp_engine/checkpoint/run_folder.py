@@ -1,7 +1,7 @@
 """Saves and loads the state of a run in one folder: weights, optimizer, random states, extra.
 
-:class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer` manages a directory of such folders; the
-integration of Ray Train writes them into Ray's storage.
+``Checkpointer`` manages a directory of such folders. The integration of Ray Train writes them into
+Ray's storage.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class Run:
     """The state of a run that is saved and loaded.
 
     Args:
-        engine: an engine, or a dict of several.
-        optimizer: over the parameters of all engines; None: weights only.
-        extra: objects with a state, by name. Each rank saves its own.
-        trainable_only: see :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer`.
+        engine: An engine, or a dict of several engines.
+        optimizer: The optimizer over the parameters of all engines. None: only weights.
+        extra: Objects with a state, by name. Each rank saves the state of its own objects.
+        trainable_only: Neither save nor load frozen parameters; see ``Checkpointer``.
 
     Attributes:
         ranks: The ranks of the engine.
@@ -86,24 +86,24 @@ class Run:
         self._signature: list[str] = []
 
     def await_ranks(self) -> None:
-        """See :meth:`Engine.await_ranks`."""
+        """Wait until no other rank needs this one; see ``Engine.await_ranks``."""
         self._engine.await_ranks()
 
     @property
     def optimizer_kind(self) -> str | None:
-        """See :func:`~fsdp_engine.checkpoint.optimizer_state.optimizer_kind`."""
+        """The names of the optimizers' classes; None without an optimizer."""
         return optimizer_kind(self._optimizer)
 
     @property
     def place(self) -> Place:
-        """See :func:`.place_of`."""
+        """The place of the model among others of the job; see :func:`.place_of`."""
         return place_of(self._engine.ranks, self._engine.model_part)
 
     def entries(self) -> dict[str, Any]:
-        """Entries that this rank saves: views of the current tensors, not copies.
+        """Returns the entries that this rank saves: views of the current tensors, not copies.
 
         Raises:
-            RuntimeError, ValueError, TypeError: see :meth:`Checkpointer.save`.
+            RuntimeError, ValueError, TypeError: Errors of ``Checkpointer.save``.
         """
         entries = training_entries(
             self._engine, self._optimizer, trainable_only=self._trainable_only
@@ -120,11 +120,12 @@ class Run:
 
     @property
     def extra_digest(self) -> int:
-        """Digest of the sharded tensors in the ``extra`` of :meth:`entries`."""
+        """A digest of the sharded tensors in the ``extra`` of :meth:`entries`."""
         return digest_of(self._signature)
 
     def check_extra_tensors(self, digests_of_ranks: Sequence[int]) -> None:
-        """See :func:`.check_same_tensors`, of ``extra_digest`` on all ranks."""
+        """Check that all ranks save the same sharded tensors in ``extra``, by the ``extra_digest``
+        of all ranks. See :func:`.check_same_tensors`."""
         check_same_tensors(digests_of_ranks, self._signature, self.ranks.control_group)
 
     def write(
@@ -135,15 +136,15 @@ class Run:
         group: ProcessGroup | None,
         publish: Callable[[], object] = lambda: None,
     ) -> None:
-        """Write the entries of all ranks. Collective; an error on one rank is raised on all.
+        """Write the entries of all ranks. Collective. All ranks raise an error of any rank.
 
         Args:
             entries: The entries of this rank, or copies of them.
-            folder: The folder of this rank's files; that of rank 0 also contains metadata and
-                manifest.
+            folder: The folder of this rank's files. The folder of rank 0 also gets the metadata and
+                the manifest.
             step: The step of training.
-            group: process group of the collectives.
-            publish: called on rank 0 when all files are complete.
+            group: The process group of the collectives.
+            publish: Function that rank 0 calls when all files are complete.
         """
 
         def finish(saved: Metadata, files: dict[str, FileRow]) -> None:
@@ -166,17 +167,17 @@ class Run:
     def load(
         self, files: CheckpointFiles, *, strict: bool, verify: bool, trust: bool, what: str
     ) -> LoadReport:
-        """Load a checkpoint with the files of all ranks. Collective.
+        """Load a checkpoint. Collective.
 
-        Warnings have the location of the call of the caller.
+        Warnings have the location of the code that calls the caller of this method.
 
         Args:
             files: The files of the checkpoint.
-            strict, verify, trust: see :meth:`Checkpointer.load`.
-            what: name of the operation, for messages.
+            strict, verify, trust: The arguments of ``Checkpointer.load``.
+            what: The name of the operation in messages.
 
         Raises:
-            FileNotFoundError, ValueError, RuntimeError: see :meth:`Checkpointer.load`.
+            FileNotFoundError, ValueError, RuntimeError: Errors of ``Checkpointer.load``.
         """
         ranks_key = f"{RANKS}.{self.ranks.rank}"
         manifest = self._check_files(files, verify)
@@ -186,7 +187,7 @@ class Run:
         rows: list[dict[str, str]] = []
 
         def others(saved: Saved) -> Sequence[str]:
-            # Ranks share the comparison of what the saved ones had.
+            # The loading ranks share the comparison of the extras of the saved ranks.
             by_rank = sorted(saved.below(RANKS), key=lambda key: (len(key), key))
             return () if is_same_job else by_rank[self.ranks.rank :: self.ranks.size]
 
@@ -240,7 +241,7 @@ class Run:
             if name in found:
                 value.load_state_dict(found[name])
                 continue
-            # The entry is read after weights were replaced, so this can only be a warning.
+            # This is a warning and no error, because weights are already replaced here.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
             warnings.warn(
                 f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
@@ -248,10 +249,10 @@ class Run:
         return LoadReport(manifest.step, problems, found, of_rank_0)
 
     def _different(self, rows: list[dict[str, str]]) -> list[str]:
-        """Paths of values that differ between the saved ranks. Collective.
+        """Returns the paths of the values that differ between the saved ranks. Collective.
 
         Args:
-            rows: digests of the ``extra`` of the saved ranks that this rank has read, by path.
+            rows: Digests by path of each ``extra`` of a saved rank that this rank has read.
         """
         control = self.ranks.control_group
         firsts: list[Any] = gather_objects(rows[0] if self.ranks.is_first and rows else {}, control)
@@ -261,7 +262,8 @@ class Run:
         return sorted(set().union(*every))
 
     def _check_files(self, files: CheckpointFiles, verify: bool) -> Manifest:
-        """Check the files of a checkpoint, and return its manifest. The ranks share the work."""
+        """Check the files of a checkpoint, and return its manifest. The ranks share the work.
+        Collective."""
         folder = files.folder
         manifest: Manifest | None = None
         error: Exception | None = None
@@ -269,7 +271,7 @@ class Run:
             manifest = Manifest.read(folder)
             names = files.to_check(manifest.files)
             check_sizes(folder, manifest, names)
-            # The metadata is small; its checksum is verified in any case.
+            # The checksum of the metadata is verified in any case, since the file is small.
             verify_files(folder, manifest, names if verify else {METADATA} & {*names})
         except Exception as caught:
             error = caught

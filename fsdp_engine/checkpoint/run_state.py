@@ -1,7 +1,7 @@
-"""State of a run besides weights and optimizer: random states, schedulers, data position.
+"""Saves and restores the other state of a run: random states, schedulers, data position.
 
-Each rank saves its own. If another number of ranks loads them, each rank loads the extra state of
-rank 0 and keeps its random state, because no saved random state corresponds to it.
+Each rank saves its own state. If another number of ranks loads it, each rank loads the extra state
+of rank 0 and keeps its current random state, because no saved random state corresponds to the rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor
 
 @runtime_checkable
 class Stateful(Protocol):
-    """An object that can be saved beside model and optimizer."""
+    """An object whose state can be saved in addition to model and optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state to save."""
@@ -38,7 +38,7 @@ def check_extra(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     """Returns ``extra`` as a dict.
 
     Raises:
-        TypeError: it is not a mapping from names, or a value is not :class:`Stateful`.
+        TypeError: ``extra`` is not a mapping from names, or a value is not :class:`Stateful`.
     """
     if extra is None:
         return {}
@@ -54,7 +54,7 @@ def check_extra(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """States of the random number generators of torch, Python, NumPy and the device."""
+    """Returns the states of the random number generators of torch, Python, NumPy and the device."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if "numpy" in sys.modules:
         state["numpy"] = sys.modules["numpy"].random.get_state()
@@ -64,7 +64,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore the states of generators. Generators that were not saved are not changed."""
+    """Restore the states of generators. Generators whose states were not saved are not changed."""
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
     if "numpy" in state and "numpy" in sys.modules:
@@ -74,7 +74,8 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 def digests(value: Any, path: str = "") -> dict[str, str]:
-    """Returns a digest of each plain value in containers, by its path, to compare ranks."""
+    """Returns a digest of each plain value in containers, by its path, by which ranks are
+    compared."""
     if isinstance(value, Mapping):
         items = [(str(key), each) for key, each in value.items()]
     elif isinstance(value, list | tuple):
@@ -102,18 +103,19 @@ def _digest(value: Any) -> str:
 
 
 def pack(value: Any) -> bytes:
-    """Serialize to one opaque entry. DCP would flatten a dict, and lose empty parts and key
-    types."""
+    """Serialize a value to one opaque entry. DCP would flatten a dict, and lose empty containers
+    and the types of keys."""
     packed = io.BytesIO()
     torch.save(value, packed)
     return packed.getvalue()
 
 
 def unpack(packed: Any, where: str, trust: bool = False) -> Any:
-    """Inverse of :func:`pack`, tensors on the CPU; an empty dict if ``packed`` is not bytes.
+    """Deserialize an entry of :func:`pack`, with tensors on the CPU. Returns an empty dict if
+    ``packed`` is not bytes.
 
     Raises:
-        ValueError: see :func:`~fsdp_engine.checkpoint.inert_pickle.read_object`.
+        ValueError: The object is damaged, or needs a class that is not allowed.
     """
     if not isinstance(packed, bytes):
         return {}

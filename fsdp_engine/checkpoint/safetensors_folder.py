@@ -1,6 +1,6 @@
-"""Files in the safetensors format, and folders of them in the layout of Hugging Face libraries.
+"""Reads and writes files in the safetensors format, and folders in Hugging Face's layout.
 
-A file has a header, and elements that are read and written by ranges:
+A file consists of a header and of elements, which are read and written by ranges:
 
     bytes             content
     ----------------  ------------------------------------------------------------------------------
@@ -16,7 +16,7 @@ offsets of its elements without communication, and a flat range of a tensor is o
 Headers written here are padded to a multiple of 8 bytes, and tensors are sorted by descending
 element size, so that every tensor is aligned.
 
-Tensors of a model's folder are assigned to files:
+The tensors of a model are assigned to files:
 
     model.safetensors                       all tensors, if they fit into one file; otherwise
     model-00001-of-00003.safetensors        files with a maximum number of bytes, and
@@ -25,8 +25,8 @@ Tensors of a model's folder are assigned to files:
 
 Files of a model of ``diffusers`` have the stem ``diffusion_pytorch_model``.
 
-An export is written into a temporary folder inside, and its files are renamed into place when all
-of them are complete.
+An export is written into a temporary folder inside the model's folder, and its files are renamed
+into place when all of them are complete.
 """
 
 from __future__ import annotations
@@ -79,20 +79,20 @@ _NAME_OF = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
-# The library refuses longer headers.
+# The safetensors library refuses longer headers.
 _MAX_HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
 class TensorInFile:
-    """A tensor and its location.
+    """A tensor and its location in a file.
 
     Attributes:
-        name: within the file.
+        name: The name of the tensor in the file.
         dtype: The dtype of its elements.
         shape: The shape of the tensor.
-        path: the file.
-        start: offset of its row-major elements in the file, in bytes.
+        path: The path of the file.
+        start: The offset of its row-major elements in the file, in bytes.
     """
 
     name: str
@@ -104,12 +104,12 @@ class TensorInFile:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """Plan of a file to write.
+    """The plan of a file to write.
 
     Attributes:
-        head: its first bytes: the length of the header, and the header.
-        starts: offset of each tensor in bytes, by name.
-        num_bytes: The number of bytes of the whole file.
+        head: The first bytes of the file: the length of the header, and the header.
+        starts: The offset of each tensor in the file in bytes, by name.
+        num_bytes: The number of bytes of the file.
     """
 
     head: bytes
@@ -118,10 +118,10 @@ class PlannedFile:
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """Name of a dtype in the format.
+    """Returns the name of a dtype in the safetensors format.
 
     Raises:
-        ValueError: the format does not support the dtype of tensor ``name``.
+        ValueError: The format does not support the dtype of tensor ``name``.
     """
     if dtype not in _NAME_OF:
         raise ValueError(
@@ -137,11 +137,11 @@ def plan_file(
     """Plan one file.
 
     Args:
-        tensors: name, dtype and shape of each.
-        metadata: additional texts in the header.
+        tensors: The name, dtype and shape of each tensor.
+        metadata: Additional strings in the header.
 
     Raises:
-        ValueError: the format does not support a dtype.
+        ValueError: The format does not support a dtype.
     """
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     offsets: dict[str, int] = {}
@@ -166,8 +166,8 @@ def read_header(path: Path) -> list[TensorInFile]:
     """Returns the tensors of a file, in the order of their offsets. Reads only the header.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not in the format, or its size differs from that in its header.
+        OSError: The file cannot be read.
+        ValueError: The file is not in the format, or its size differs from the size in its header.
     """
     with open(path, "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
@@ -209,7 +209,7 @@ def read_header(path: Path) -> list[TensorInFile]:
 
 
 def _span(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Start and end of a tensor in the data section, in bytes."""
+    """Returns the start and end of a tensor in the data section, in bytes."""
     try:
         kind, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -238,13 +238,13 @@ def write_elements(
 
     Args:
         descriptor: The descriptor of a file open for writing.
-        start: offset of the first element in bytes.
+        start: The offset of the first element in the file, in bytes.
         tensor: A tensor of any device, dtype and strides.
         dtype: The dtype of the written elements.
-        buffer: memory for conversions.
+        buffer: Memory for conversions.
 
     Raises:
-        OSError: writing failed.
+        OSError: Writing failed.
     """
     is_plain = tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
     if is_plain:
@@ -271,7 +271,7 @@ def _parts(tensor: Tensor, limit: int) -> Iterator[Tensor]:
 
 
 def _write_all(descriptor: int, start: int, flat: Tensor) -> None:
-    """Write a contiguous CPU tensor."""
+    """Write all bytes of a contiguous CPU tensor."""
     view = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
     while len(view):  # pwrite may write only a part
         written = os.pwrite(descriptor, view, start)
@@ -283,7 +283,7 @@ DIFFUSERS_STEM = "diffusion_pytorch_model"
 
 
 def _names_of(stem: str) -> tuple[str, str]:
-    """Names of a single file, and of the index of several files."""
+    """Returns the name of a single file, and the name of the index of several files."""
     return f"{stem}.safetensors", f"{stem}.safetensors.index.json"
 
 
@@ -296,7 +296,7 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 class Sized(Protocol):
-    """A tensor to write."""
+    """A tensor to write, of which only dtype and shape are known."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -322,10 +322,10 @@ class NamedFile:
 
 
 def parse_size(size: int | str) -> int:
-    """Parse a number of bytes, or a text such as "5GB" (10**9 bytes each, as on the Hub).
+    """Parse a number of bytes, or a string such as "5GB" (1 GB is 10**9 bytes, as on the Hub).
 
     Raises:
-        ValueError: ``size`` is neither, or less than a byte.
+        ValueError: ``size`` is neither of them, or less than a byte.
     """
     found = 0
     if isinstance(size, int) and not isinstance(size, bool):
@@ -341,11 +341,11 @@ def parse_size(size: int | str) -> int:
 
 
 def split(tensors: Sequence[SizedT], max_bytes: int) -> list[list[SizedT]]:
-    """Assign tensors to files as ``huggingface_hub`` does: in order, greedily.
+    """Assign tensors to files as ``huggingface_hub`` does: greedily, in order.
 
     Args:
-        tensors: in the order of the model.
-        max_bytes: The largest number of bytes of tensors in one file; a larger tensor is in a
+        tensors: The tensors, in the order of the model.
+        max_bytes: The maximum number of bytes of tensors in one file. A larger tensor gets a
             separate file.
     """
     files: list[list[SizedT]] = []
@@ -367,7 +367,7 @@ def split(tensors: Sequence[SizedT], max_bytes: int) -> list[list[SizedT]]:
 
 
 def tensor_bytes(tensor: Sized) -> int:
-    """Written size of a tensor in bytes."""
+    """Returns the written size of a tensor in bytes."""
     return math.prod(tensor.shape) * tensor.dtype.itemsize
 
 
@@ -378,7 +378,7 @@ def file_name(number: int, count: int, stem: str) -> str:
 
 
 class ExportFolder:
-    """Files of one export in a folder. Used by one process.
+    """Creates and publishes the files of one export in a folder. Only one process uses it.
 
     Args:
         directory: The directory of the model.
@@ -393,10 +393,10 @@ class ExportFolder:
         self._made: list[Path] = []
 
     def begin(self, files: Sequence[NamedFile]) -> Path:
-        """Create a temporary folder, and its files with their headers and final sizes.
+        """Create a temporary folder, and in it the files with their headers and final sizes.
 
         Raises:
-            OSError: they cannot be created.
+            OSError: The folder or a file cannot be created.
         """
         if self._directory.exists() and not self._directory.is_dir():
             raise NotADirectoryError(
@@ -405,7 +405,7 @@ class ExportFolder:
         parents = (self._directory, *self._directory.parents)
         self._made = [folder for folder in parents if not folder.exists()]
         self._directory.mkdir(parents=True, exist_ok=True)
-        for left in self._directory.glob(f"{_STAGING}*"):  # of jobs that were killed
+        for left in self._directory.glob(f"{_STAGING}*"):  # folders of killed jobs
             shutil.rmtree(left, ignore_errors=True)
         self._staging = self._directory / f"{_STAGING}{uuid.uuid4().hex[:8]}"
         self._staging.mkdir()
@@ -418,14 +418,14 @@ class ExportFolder:
         return self._staging
 
     def publish(self, files: Sequence[NamedFile], total_bytes: int) -> None:
-        """Replace the files of an earlier export; the index is renamed last.
+        """Replace the files of an earlier export. The index is renamed last.
 
         Args:
-            files: complete and synced.
+            files: The files of this export, which are complete and synced.
             total_bytes: The number of bytes of all tensors.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         assert self._staging is not None
         new = {file.name for file in files}
@@ -437,8 +437,9 @@ class ExportFolder:
                 made.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
                 made.flush()
                 os.fsync(made.fileno())
-        # The folder must never contain a model of older and newer files: if names exist already,
-        # the older model is removed first. (The rename replaces a single file atomically.)
+        # The folder must never contain a model that mixes older and newer files. So if names
+        # already exist, the older model is removed first. (A rename replaces a single file
+        # atomically.)
         taken = [self._directory / name for name in sorted(new - {self._single})]
         if any(path.exists() for path in taken):
             for path in (self._directory / self._index, *taken):
@@ -449,7 +450,7 @@ class ExportFolder:
             os.replace(index, self._directory / self._index)
         else:
             (self._directory / self._index).unlink(missing_ok=True)
-        # Until here readers used an older single file, which takes precedence over an index.
+        # An older single file is removed last, because it takes precedence over an index.
         for path in list(self._directory.iterdir()):
             if self._own.fullmatch(path.name) and path.name not in new:
                 path.unlink()
@@ -467,13 +468,13 @@ class ExportFolder:
 
 
 def read_folder(directory: Path) -> list[TensorInFile]:
-    """Find all tensors of a model's folder: of the single file, of the files in the index, or of
-    all files.
+    """Returns all tensors of a model's folder: those of the single file, of the files in the index,
+    or of all files.
 
     Raises:
-        OSError: the folder or a file is missing, or cannot be read.
-        ValueError: a file is not in the format, or does not contain a tensor that the index
-            assigns to it; or several contain a tensor of one name.
+        OSError: The folder or a file is missing, or cannot be read.
+        ValueError: A file is not in the format or does not contain a tensor that the index assigns
+            to it, or several files contain a tensor of one name.
     """
     if not directory.is_dir():
         kind = NotADirectoryError if directory.exists() else FileNotFoundError

@@ -1,4 +1,4 @@
-"""Arguments that have to be equal on all ranks."""
+"""Compares arguments that must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ def agree_on_same(
     same: Mapping[str, object],
     value: Any = None,
 ) -> list[Any]:
-    """As :func:`agree`, and check that arguments are equal on all ranks. Collective.
+    """Call :func:`agree`, and check that arguments are equal on all ranks. Collective.
 
     Args:
-        what, error, group, value: see :func:`agree`.
-        same: arguments by name, which pickle; the same names on all ranks.
+        what, error, group, value: The arguments of :func:`agree`.
+        same: The arguments by name, which can be pickled. All ranks pass the same names.
 
     Returns:
-        Every rank's ``value``.
+        The ``value`` of every rank.
 
     Raises:
-        Exception: as :func:`agree`.
-        ValueError: on every rank, if an argument differs; names it, and the values found with the
-            first rank of each.
+        Exception: An error of :func:`agree`.
+        ValueError: An argument differs. The message contains each value, with the first rank that
+            has it. All ranks raise.
     """
     told = agree(what, error, group, (dict(same), value))
     for name in same:

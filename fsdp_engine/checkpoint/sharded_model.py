@@ -1,4 +1,4 @@
-"""The interface of an engine that checkpoints use, and its parameters as they are saved.
+"""The interface of an engine that checkpoints use, and the form in which parameters are saved.
 
 A dict of engines, such as an actor and a critic under one optimizer, is saved and loaded like one
 engine of a module that contains all models: entries and parameters have names such as
@@ -40,30 +40,30 @@ class ShardedBuffer(Protocol):
 
     @property
     def records(self) -> Sequence[NamedRecord]:
-        """Records of its parameters."""
+        """The records of the buffer's parameters."""
         ...
 
     @property
     def sharded_params(self) -> Sequence[Tensor]:
-        """Its parameters as the user's modules hold them."""
+        """The buffer's parameters as the user's modules hold them."""
         ...
 
     @property
     def mesh(self) -> DataMesh:
-        """The ranks over which it is sharded."""
+        """The ranks over which the buffer is sharded."""
         ...
 
     @property
     def grads(self) -> object | None:
-        """Gradients of its parameters; None: they were frozen at ``shard()``."""
+        """The gradients of the buffer's parameters; None: they were frozen at ``shard()``."""
         ...
 
 
 class MissingValues(Protocol):
-    """The part of :class:`~fsdp_engine.runtime.missing_values.MissingValues` that loads use."""
+    """The methods of :class:`~fsdp_engine.runtime.missing_values.MissingValues` that loads use."""
 
     def check(self) -> None:
-        """Raise if any entry has no valid value."""
+        """Raise an error if any entry has no valid value."""
         ...
 
     def replacing(self, keys: Iterable[Hashable]) -> AbstractContextManager[None]:
@@ -95,26 +95,27 @@ class ShardedModel(Protocol):
         ...
 
     def check_modules(self) -> None:
-        """Raise if modules have other parameters than at ``shard()``."""
+        """Raise an error if modules have other parameters than at ``shard()``."""
         ...
 
     def await_ranks(self) -> None:
-        """Other ranks may need this one within ``together()``: return when none does."""
+        """Wait until no other rank needs this one, as within ``together()``."""
         ...
 
 
 @dataclass(frozen=True)
 class SavedParam:
-    """A parameter as checkpoints have it: see [Note: Names of experts] in
+    """A parameter as checkpoints contain it. See [Note: Names of experts] in
     ``layout/expert_place.py``.
 
     Attributes:
-        name: the first of its names there.
-        aliases: all of them.
-        of_others: names of what other ranks hold in its place, its own among them.
-        held: the parameter as the user's modules hold it.
-        saved: the same memory, with the placement in the checkpoint.
-        is_frozen: it was frozen at ``shard()``.
+        name: The first of the parameter's names in checkpoints.
+        aliases: All of its names in checkpoints.
+        of_others: The names of the parameters that all ranks hold at its position, including its
+            own.
+        held: The parameter as the user's modules hold it.
+        saved: A tensor over the same memory, with the placement in the checkpoint.
+        is_frozen: Whether it was frozen at ``shard()``.
     """
 
     name: str
@@ -126,7 +127,8 @@ class SavedParam:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the checkpoint has it under another name or shape, as a part of all experts."""
+        """Whether the checkpoint contains it under another name or shape, as a part of all
+        experts."""
         return self.saved is not self.held or self.of_others != self.aliases
 
     def as_saved(self, state: Tensor) -> Tensor:
@@ -139,7 +141,7 @@ class SavedParam:
         return FlatDTensor.from_flat_local(local, self.saved.flat_placement)
 
     def zeros(self, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        """Allocate zeros with the placement of ``saved``; ``device`` None: on its device."""
+        """Allocate zeros with the placement of ``saved``, on its device if ``device`` is None."""
         device = self.held.device if device is None else device
         if not isinstance(self.saved, FlatDTensor):
             return allocator.zeros(tuple(self.saved.shape), dtype, device)
@@ -153,7 +155,8 @@ class SavedParam:
         return self.held.flat_placement if isinstance(self.held, FlatDTensor) else None
 
     def _of_owner(self, state: FlatDTensor) -> FlatDTensor:
-        """As :meth:`as_saved`, of state of which the parameter's owner holds all elements."""
+        """Convert state of which the parameter's owner holds all elements to the placement of
+        ``saved``."""
         assert isinstance(self.saved, FlatDTensor)
         saved, placement = self.saved.flat_placement, state.flat_placement
         first = saved.start - (self._held_placement.start if self._held_placement else 0)
@@ -170,10 +173,10 @@ class SavedParam:
 
 
 def saved_params(engine: ShardedModel) -> dict[int, SavedParam]:
-    """Returns every parameter of the model, by ``id`` of the sharded parameter.
+    """Returns each parameter of the model as it is saved, by ``id`` of the sharded parameter.
 
     Raises:
-        ValueError: a tensor that contains all experts is 0-d, and cannot be sharded.
+        ValueError: A tensor that contains all experts is 0-d, and cannot be sharded.
     """
     return {
         id(param): _saved_param(record, param, buffer)
@@ -195,7 +198,7 @@ def _saved_param(record: NamedRecord, param: Tensor, buffer: ShardedBuffer) -> S
 
 
 def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) -> Tensor:
-    """This rank's part of the tensor that contains all experts."""
+    """Returns this rank's part of the tensor that contains all experts."""
     if not param.ndim:
         raise ValueError(
             f"checkpoint: expected {name}, of several experts, to have them as its first dim; "
@@ -223,7 +226,7 @@ def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) 
 
 
 class EngineLike(ShardedModel, Protocol):
-    """One engine."""
+    """The interface of a single engine that checkpoints use."""
 
     strategy: Strategy
 
@@ -233,7 +236,7 @@ Engines = EngineLike | Mapping[str, EngineLike]
 
 @dataclass
 class _Record:
-    """A parameter under its name in the checkpoint."""
+    """A parameter of one of several engines, under its name in the checkpoint."""
 
     name: str
     holders: list[tuple[nn.Module, str]]
@@ -244,7 +247,7 @@ class _Record:
 
 @dataclass
 class _Buffer:
-    """A buffer of one engine, whose parameters have their names in the checkpoint."""
+    """A buffer of one of several engines, whose parameters have their names in the checkpoint."""
 
     records: Sequence[NamedRecord]
     sharded_params: Sequence[Tensor]
@@ -253,13 +256,13 @@ class _Buffer:
 
 
 class _JointMissingValues:
-    """Missing values of several engines, by names that begin with the engine's name."""
+    """The missing values of several engines, by names that begin with the engine's name."""
 
     def __init__(self, engines: Mapping[str, EngineLike]) -> None:
         self._engines = engines
 
     def check(self) -> None:
-        """Raise if any entry of any engine has no valid value."""
+        """Raise an error if any entry of any engine has no valid value."""
         for engine in self._engines.values():
             engine.missing_values.check()
 
@@ -276,8 +279,8 @@ class _JointMissingValues:
 
 
 def _without_engine(key: Hashable, prefix: str) -> Hashable | None:
-    """An engine's own key; None: ``key`` is a tensor of another engine. Keys of entries outside
-    models are those of every engine."""
+    """Returns the key within an engine. None: ``key`` is a tensor of another engine. Keys of
+    entries outside models belong to every engine."""
     if not isinstance(key, str):
         return key
     return key.removeprefix(prefix) if key.startswith(prefix) else None
@@ -287,7 +290,7 @@ class _JointModel:
     """Several engines with the interface of one.
 
     Attributes:
-        model: contains the model of each engine under the engine's name.
+        model: A module that contains the model of each engine under the engine's name.
         mesh, ranks: The mesh and ranks of the first engine.
         missing_values: The missing values of all engines.
         model_part: The model parts of the engines that have one.
@@ -322,12 +325,12 @@ class _JointModel:
             engine.weights_changed()
 
     def check_modules(self) -> None:
-        """Raise if modules have other parameters than at ``shard()``."""
+        """Raise an error if modules have other parameters than at ``shard()``."""
         for engine in self._engines.values():
             engine.check_modules()
 
     def await_ranks(self) -> None:
-        """Return when no other rank needs this one."""
+        """Wait until no other rank needs this one."""
         for engine in self._engines.values():
             engine.await_ranks()
 
@@ -344,12 +347,12 @@ def _named(record: NamedRecord, engine: str) -> _Record:
 
 
 def join_engines(engine: Engines) -> ShardedModel:
-    """Returns one engine unchanged, and a dict of engines as one.
+    """Returns a single engine unchanged, and joins a dict of engines.
 
     Raises:
         TypeError: ``engine``, or a value of the mapping, is not an engine.
-        ValueError: the mapping is empty, a name contains a dot, an engine has two names, or engines
-            are over different ranks.
+        ValueError: The mapping is empty, a name contains a dot, an engine has two names, or engines
+            have different ranks.
     """
     if not isinstance(engine, Mapping):
         _check_engine("engine", engine)
@@ -384,7 +387,7 @@ def _check_engine(where: str, engine: object) -> None:
 
 
 def level_names(engine: Engines) -> dict[str, str]:
-    """Names of the levels by axis; if engines differ, all of them."""
+    """Returns the names of the levels by axis. If engines differ, the names of all are joined."""
     engines = list(engine.values()) if isinstance(engine, Mapping) else [engine]
     found = [
         {axis.value: each.strategy.level(axis).name for axis in (Axis.INNER, Axis.OUTER)}
@@ -394,8 +397,8 @@ def level_names(engine: Engines) -> dict[str, str]:
 
 
 def axis_sizes(engine: ShardedModel) -> dict[str, int]:
-    """Number of ranks along each axis of the mesh, and as "others" along all other mesh dimensions
-    of parameters that are DTensors."""
+    """Returns the number of ranks along each axis of the mesh. The item "others" is the number
+    along all other mesh dimensions of parameters that are DTensors."""
     mesh = engine.mesh
     sizes = {axis.value: mesh.axis(axis).size for axis in (Axis.OUTER, Axis.INNER)}
     if engine.ranks.size > mesh.size:

@@ -1,13 +1,14 @@
-"""The place of a model among others of one job, such as a stage of a pipeline.
+"""Finds the place of a model among others of one job, such as a stage of a pipeline.
 
-Stages may have parameters of the same names and shapes, so their checkpoints would be taken for one
-another. The place of a model is its stage, which ``PipelineStage`` gives to the engine, and the
-coordinate of its ranks along each dimension of the job's mesh that is not one of the engine's:
+Stages may have parameters of the same names and shapes, so a stage could load the checkpoint of
+another stage. The place of a model is its stage, which ``PipelineStage`` gives to the engine, and
+the coordinate of its ranks along each dimension of the job's mesh that the engine does not use:
 
     mesh ("pp", "dp") of (2, 4) ranks, engine on mesh["dp"]: {"pp": "1 of 2"} on ranks 4 to 7
 
-Dimensions along which ranks hold the same weights (by their names, data and context parallelism) do
-not count. A folder belongs to the place that first saved into it, which a small file says.
+Dimensions along which ranks hold the same weights (recognized by names of data and context
+parallelism) are ignored. A folder belongs to the place that first saved into it; a small file
+contains that place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.comm.groups import Ranks
 
-# Place of a model by dimension of the mesh, or "stage": "1 of 2".
+# The place of a model: values such as "1 of 2" by dimension of the mesh, or by "stage".
 Place = dict[str, str]
 
 _MARKER = ".stage"
@@ -34,11 +35,11 @@ _SAME_WEIGHTS = re.compile(
 
 
 def place_of(ranks: Ranks, stage: str = "") -> Place:
-    """Returns the place of a model; empty if it is the only one of its job.
+    """Returns the place of a model. It is empty if the job has only one model.
 
     Args:
         ranks: The ranks of the model.
-        stage: The stage of a pipeline, such as "1 of 2"; "": unknown.
+        stage: The stage of a pipeline, such as "1 of 2". "": unknown.
     """
     place = {"stage": stage} if stage else {}
     root = _root_of(ranks.device_mesh)
@@ -55,7 +56,8 @@ def place_of(ranks: Ranks, stage: str = "") -> Place:
 
 
 def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
-    """Describe how the place of a checkpoint differs from that of a model; "" if it does not."""
+    """Describe how the places of a checkpoint and of a model differ. Returns "" if they are
+    equal."""
     keys = [key for key in saved if key in own and saved[key] != own[key]]
     if not keys:
         return ""
@@ -64,11 +66,11 @@ def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
 
 
 def claim_folder(folder: Path, place: Place) -> None:
-    """Create ``folder`` and mark it as that of ``place``, unless that is empty.
+    """Create ``folder``, and mark it as belonging to ``place``. Does nothing if ``place`` is empty.
 
     Raises:
-        ValueError: another place has saved into it.
-        OSError: it cannot be written.
+        ValueError: Another place has saved into the folder.
+        OSError: The folder cannot be written.
     """
     if not place:
         return
@@ -86,10 +88,10 @@ def claim_folder(folder: Path, place: Place) -> None:
 
 
 def _create(path: Path, content: bytes) -> None:
-    """Create a file, which no process finds without its content, by a link.
+    """Create a file by a link, so that no process finds it without its content.
 
     Raises:
-        FileExistsError: it exists.
+        FileExistsError: The file exists.
     """
     temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
     temporary.write_bytes(content)
@@ -105,7 +107,7 @@ def _create(path: Path, content: bytes) -> None:
 
 
 def read_place(content: Any) -> Place:
-    """Returns a place from its JSON; empty if ``content`` is none."""
+    """Returns a place from its JSON. It is empty if ``content`` is not such JSON."""
     try:
         found = json.loads(content)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Tables of the command line."""
+"""Formats the tables of the command line."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
 from fsdp_engine.terminal import format_bytes
 
-# Above this number, tensors are shown in groups.
+# Maximum number of tensors that are shown without grouping.
 MAX_TENSORS = 100
-# Above this number, lines are shown only with --all.
+# Maximum number of lines that are shown without --all.
 MAX_LINES = 40
 
 _NO_MANIFEST = (
@@ -47,12 +47,12 @@ def title(checkpoint: StoredCheckpoint) -> str:
 
 
 def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Table:
-    """Table of all properties of a checkpoint except its tensors.
+    """Returns a table of all properties of a checkpoint except its tensors.
 
     Args:
-        found: the checkpoint.
-        steps: The steps of its directory; empty if the path is that of a single checkpoint.
-        left: folders of its directory that are not complete.
+        found: The description of the checkpoint.
+        steps: The steps in its directory; empty if the path is a single checkpoint.
+        left: Names of folders in its directory that are not complete.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True)
@@ -108,11 +108,11 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
 
 
 def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
-    """Table of tensors. Many tensors are grouped by name, shape and dtype.
+    """Returns a table of tensors. Many tensors are grouped by name, shape and dtype.
 
     Args:
-        rows: at least one.
-        every: do not group, for any number of tensors.
+        rows: The tensors; at least one.
+        every: Do not group tensors, for any number of them.
     """
     is_grouped = len(rows) > MAX_TENSORS and not every
     elements = sum(math.prod(row.shape) for row in rows)
@@ -146,11 +146,11 @@ def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
 
 
 def differences(found: Sequence[TensorDifference], limit: int | None) -> Table:
-    """Table of tensors that differ: the model's first, then by the largest difference.
+    """Returns a table of tensors that differ: the model's first, then by the largest difference.
 
     Args:
-        found: the tensors.
-        limit: maximum number of rows; None: all.
+        found: The tensors.
+        limit: Maximum number of rows. None: no limit.
     """
     has_nan = any(each.num_nan for each in found)
     table = Table(title=f"{len(found):,} tensors with other values", title_justify="left")
@@ -171,7 +171,7 @@ def differences(found: Sequence[TensorDifference], limit: int | None) -> Table:
 
 
 def listed(names: Sequence[str], limit: int = 8) -> str:
-    """Join the first ``limit`` names."""
+    """Join the first ``limit`` names, and append the number of other names."""
     more = f" and {len(names) - limit:,} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
 

@@ -1,7 +1,7 @@
-"""Writes a checkpoint: DCP's files, with checksums, synced to disk.
+"""Writes the files of a checkpoint in DCP's format, with checksums, and syncs them to disk.
 
-The files have the format of ``torch.distributed.checkpoint``. The writer only computes checksums of
-the written bytes, and chooses file names.
+The writer of ``torch.distributed.checkpoint`` writes the files. This module adds checksums of the
+written bytes, and chooses file names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFIX, SUFFIX = "__shards_", ".distcp"
 
 
 class _ChecksummingFiles(FileSystem):
-    """File system for DCP's writer that records size and checksums of each written file."""
+    """File system for DCP's writer that records the size and checksums of each written file."""
 
     def __init__(self) -> None:
         self.rows: dict[str, FileRow] = {}
@@ -42,7 +42,8 @@ class _ChecksummingFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """See ``FileSystem``."""
+        """Context with an open file, as in DCP's class. Records the size and checksums of written
+        files."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -59,14 +60,14 @@ class _ChecksummingFiles(FileSystem):
 
 @dataclasses.dataclass(frozen=True)
 class _Written(WriteResult):
-    """First result of a rank, with sizes and checksums of its files."""
+    """The first result of a rank, with sizes and checksums of the rank's files."""
 
     rows: dict[str, FileRow] = dataclasses.field(default_factory=dict)
     sums: dict[str, FileSums] = dataclasses.field(default_factory=dict)
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """Passes tensors to the writer without copies.
+    """Planner that passes tensors to the writer without copies.
 
     DCP writes full storages, so it would clone a slice of a flat buffer. Here the slice gets a
     separate storage over the same memory.
@@ -85,8 +86,8 @@ class Writer(dcp.FileSystemWriter):
 
     Args:
         folder: The folder of the checkpoint.
-        finished: called on the coordinator when all files are written, with the metadata and a row
-            for each file. Its exceptions are raised on every rank.
+        finished: Function that the coordinator calls when all files are written, with the metadata
+            and a row for each file. All ranks raise its exceptions.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class Writer(dcp.FileSystemWriter):
         super().__init__(folder)
         self.fs = self._files = _ChecksummingFiles()
         self._finished = finished
-        self._save = ""  # on the coordinator, until the metadata is written
+        self._save = ""  # set on the coordinator until the metadata is written
 
     def discard(self) -> None:
-        """Remove the files of a failed save, on the coordinator; a no-op on other ranks. Files of
-        a complete checkpoint are not removed."""
+        """Remove the files of a failed save. Does nothing on ranks other than the coordinator.
+        Files of a complete checkpoint are not removed."""
         if self._save:
             for file in Path(self.path).glob(f"{PREFIX}{self._save}_*"):
                 file.unlink(missing_ok=True)
@@ -111,9 +112,9 @@ class Writer(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the coordinator: choose file names for all ranks that are unique to this save.
+        """Choose file names for all ranks that are unique to this save. The coordinator calls it.
 
-        DCP's names would overwrite files of an older checkpoint in the folder.
+        Files with DCP's names would overwrite those of an older checkpoint in the folder.
         """
         self._save = save = uuid.uuid4().hex[:8]
         return [
@@ -127,11 +128,13 @@ class Writer(dcp.FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items."""
+        """Write this rank's items, and attach sizes and checksums of the files to the first
+        result."""
         results = super().write_data(plan, planner).wait()
         if results:
             first = results[0]
-            # Copies, because a single process does not serialize results, and writes more files.
+            # The dicts are copied, because a single process does not serialize results and writes
+            # more files.
             results[0] = _Written(
                 first.index,
                 first.size_in_bytes,
@@ -144,7 +147,7 @@ class Writer(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator, after all ranks have written: write the metadata."""
+        """Write the metadata. The coordinator calls it after all ranks have written."""
         rows: dict[str, FileRow] = {}
         sums: dict[str, FileSums] = {}
         for result in chain.from_iterable(results):

@@ -1,4 +1,4 @@
-"""Parts of a rank's slices for tensors that have another layout in files than in memory."""
+"""Finds the parts of a rank's slices in tensors that have a different layout in files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def source_of(name: str, pieces: Pieces, sources: Mapping[str, Source]) -> Sourc
     """Create the source of a tensor in a file that is assembled from tensors in memory.
 
     Args:
-        name: in the file.
-        pieces: layout of the tensor; ``stored`` of its boxes are names of tensors in memory.
-        sources: tensors in memory, by name.
+        name: The name of the tensor in the file.
+        pieces: The layout of the tensor. ``stored`` of a box is the name of a tensor in memory.
+        sources: The tensors in memory, by name.
     """
     dtype = sources[pieces.boxes[0].stored].dtype if pieces.boxes else pieces.dtype
 
@@ -32,13 +32,13 @@ def source_of(name: str, pieces: Pieces, sources: Mapping[str, Source]) -> Sourc
 
 def parts_of_box(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> Iterator[Part]:
     """Yield the intersection of a box with a flat range, in parts that are contiguous in the
-    result.
+    assembled tensor.
 
     Args:
         shape: The shape of the assembled tensor.
-        box: part of the assembled tensor.
-        first: index of the first element of ``flat`` in the box's tensor.
-        flat: consecutive row-major elements of the box's tensor.
+        box: A box of the assembled tensor.
+        first: The index of the first element of ``flat`` in the stored tensor of the box.
+        flat: Consecutive row-major elements of the stored tensor of the box.
     """
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
     for starts, stops in rectangles(box.shape, first, first + flat.numel()):
@@ -67,7 +67,7 @@ def _runs(shape: Sequence[int], places: Sequence[int], view: Tensor) -> Iterator
     full = len(shape)  # the box spans the dims from this one on
     while full > 0 and view.shape[full - 1] == shape[full - 1]:
         full -= 1
-    outer = max(full - 1, 0)  # a range of the preceding dim is contiguous, too
+    outer = max(full - 1, 0)  # a range of the preceding dim is also contiguous
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     begin = sum(place * step for place, step in zip(places, steps, strict=True))
     for index in itertools.product(*(range(size) for size in view.shape[:outer])):

@@ -44,8 +44,8 @@ class UnshardHandle(fsdp.UnshardHandle):
 class FSDPModule(fsdp.FSDPModule):
     """Methods that ``fully_shard`` adds to the class of a module.
 
-    A subclass of ``torch.distributed.fsdp.FSDPModule``, so that programs that test for torch's
-    class treat these modules as FSDP2's. Overrides every method of torch's class.
+    The class is a subclass of ``torch.distributed.fsdp.FSDPModule``, so that programs that test for
+    torch's class treat these modules as FSDP2's. It overrides every method of torch's class.
     """
 
     _orig_cls_mro_index = 3  # [FSDP<Class>, FSDPModule, torch's FSDPModule, Class, ...]
@@ -60,11 +60,12 @@ class FSDPModule(fsdp.FSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's parameters until :meth:`reshard`, or until the end of its next
-        forward or backward. Collective, but within ``engine.together()``: there ranks may unshard
-        different modules.
+        forward or backward. Collective, except within ``engine.together()``, where ranks may
+        unshard different modules.
 
         Args:
-            async_op: return a handle to wait on. Without a call of its ``wait``, forward waits.
+            async_op: Return a handle to wait on. If the caller does not call its ``wait``, forward
+                waits.
         """
         group = _group_of(self)
         unit = group.unit
@@ -82,7 +83,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Free this module's full parameters and install the sharded ones.
 
         Raises:
-            RuntimeError: its forward or backward is in progress.
+            RuntimeError: A forward or backward of this module is in progress.
         """
         unit = _unit_of(self)
         if unit.uses:
@@ -95,13 +96,13 @@ class FSDPModule(fsdp.FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Whether the next backwards reduce gradients along all axes. Along axes over which
-        gradients are sharded they are always reduced, so that memory does not grow."""
+        """Set whether the next backwards reduce gradients along all axes. Gradients are always
+        reduced along the axes over which they are sharded, so that memory does not grow."""
         for unit in _units(self, recurse):
             unit.options.syncs = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next backwards reduce gradients along axes over which they are not
+        """Set whether the next backwards reduce gradients along axes over which they are not
         sharded."""
         for unit in _units(self, recurse):
             unit.options.syncs = bool(requires_all_reduce)
@@ -111,10 +112,10 @@ class FSDPModule(fsdp.FSDPModule):
         _unit_of(self)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether to free full parameters after forward.
+        """Set whether full parameters are freed after forward.
 
         Raises:
-            ValueError: not a bool.
+            ValueError: ``reshard_after_forward`` is not a bool.
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
         for unit in _units(self, recurse):
@@ -123,23 +124,23 @@ class FSDPModule(fsdp.FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Whether to free full parameters after backward."""
+        """Set whether full parameters are freed after backward."""
         for unit in _units(self, recurse):
             unit.options.keeps_after_backward = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Whether backward needs this module's parameters, and gathers them."""
+        """Set whether backward needs this module's parameters, and therefore gathers them."""
         _unit_of(self).options.gathers_in_backward = bool(unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
-        """Set the modules to prefetch when this module's forward begins, instead of those that
-        followed in the recorded order."""
+        """Set the modules to prefetch when this module's forward begins, instead of the next ones
+        in the recorded order."""
         group = _group_of(self)
         group.unit.options.prefetch_in_forward = _prefetched(group, "forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
-        """Set the modules to prefetch when this module's backward begins, instead of those that
-        followed in the recorded order."""
+        """Set the modules to prefetch when this module's backward begins, instead of the next ones
+        in the recorded order."""
         group = _group_of(self)
         group.unit.options.prefetch_in_backward = _prefetched(group, "backward", modules)
 
@@ -147,7 +148,7 @@ class FSDPModule(fsdp.FSDPModule):
         """Divide sums of gradients by ``factor`` instead of by the number of ranks.
 
         Raises:
-            ValueError: not a positive number.
+            ValueError: ``factor`` is not a positive number.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
             raise ValueError(f"factor: expected a positive number; found {factor!r}")
@@ -156,7 +157,7 @@ class FSDPModule(fsdp.FSDPModule):
         group.divide_gradients()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """An older name of :meth:`set_gradient_divide_factor`."""
+        """Call :meth:`set_gradient_divide_factor`, the newer name of this method."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -232,16 +233,16 @@ class FSDPModule(fsdp.FSDPModule):
         _check_bool("async_op", async_op)
 
     def reset_iter_state(self) -> None:
-        """Reset the engine after an exception in forward or backward. Drops gradients and keeps
-        weights. Call on all ranks.
+        """Reset the engine after an exception in forward or backward. Gradients are dropped, and
+        weights are kept. Call this method on all ranks.
 
         Raises:
-            RuntimeError: the module is not the root module.
+            RuntimeError: The module is not the root module.
         """
         group = _group_of(self)
         if group.engine is None:
             return
-        if cast(Any, group.engine.model) is not self:  # a mixin: the model is one, too
+        if cast(Any, group.engine.model) is not self:  # self is also the module
             raise RuntimeError(
                 f"reset_iter_state() of {group.unit.label}: expected the root module; found "
                 f"one within a {type(group.engine.model).__name__}"
@@ -252,7 +253,7 @@ class FSDPModule(fsdp.FSDPModule):
         return vars(self)[STATE_KEY][_TORCH_STATE_KEY]
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        # Skips torch's FSDPModule, whose _apply requires FSDP2's state.
+        # This call skips torch's FSDPModule, whose _apply requires FSDP2's state.
         plain_apply = super(fsdp.FSDPModule, self)._apply  # type: ignore[misc]
         apply = functools.partial(plain_apply, fn, recurse)
         if _group_of(self).engine is None:
@@ -263,13 +264,13 @@ class FSDPModule(fsdp.FSDPModule):
 
 
 class _TorchState:
-    """The part of FSDP2's module state that functions of torch use on modules of its class.
+    """The attributes of FSDP2's module state that functions of torch read on modules of its class.
 
     - ``register_fsdp_forward_method``: ``_pre_forward`` and ``_post_forward``.
-    - ``share_comm_ctx``: ``_comm_ctx``, which has no effect since units share their queues.
-    - the pipeline stage of ``torch.distributed.pipelining``: at the end of a step its
-      ``perform_reduce_grad`` calls FSDP2's reductions of each entry of ``all_states``, which is
-      empty, then the root's final callback.
+    - ``share_comm_ctx``: ``_comm_ctx``, which has no effect since units share their lanes.
+    - The pipeline stage of ``torch.distributed.pipelining``: at the end of a step its
+      ``perform_reduce_grad`` calls FSDP2's reductions for each entry of ``all_states``, which is
+      empty here, then the root's final callback.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -322,7 +323,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     Has no effect if ``fully_shard`` was not called on ``module``.
 
     Raises:
-        ValueError: the module has no such method.
+        ValueError: The module has no such method.
     """
     if not isinstance(module, FSDPModule):
         return

@@ -26,11 +26,11 @@ from fsdp_engine.strategies import Strategy
 
 
 def engine_policy(policy: object) -> MixedPrecisionPolicy:
-    """Convert an ``mp_policy`` of FSDP2: main weights and gradients in the parameter's dtype,
-    reductions in ``reduce_dtype``, or in ``param_dtype`` if that is None.
+    """Convert an ``mp_policy`` of FSDP2. Main weights and gradients have the parameter's dtype;
+    reductions are in ``reduce_dtype``, or in ``param_dtype`` if that is None.
 
     Raises:
-        TypeError: ``policy`` is not FSDP2's.
+        TypeError: ``policy`` is not of FSDP2's class.
     """
     if not isinstance(policy, fsdp.MixedPrecisionPolicy):
         raise TypeError(
@@ -47,12 +47,12 @@ def engine_policy(policy: object) -> MixedPrecisionPolicy:
 
 
 def engine_extensions(policy: object) -> list[EngineExtension]:
-    """Convert an ``offload_policy`` of FSDP2 to extensions of a unit: with ``CPUOffloadPolicy``
-    parameters, gradients and optimizer state are in host memory, where optimizers step.
+    """Convert an ``offload_policy`` of FSDP2 to extensions of a unit. With ``CPUOffloadPolicy``
+    parameters, gradients and optimizer state are in host memory, and optimizers step there.
 
     Raises:
-        TypeError: ``policy`` is not FSDP2's.
-        ValueError: the package has no extension for it.
+        TypeError: ``policy`` is not of FSDP2's class.
+        ValueError: The package does not contain the extension for offloading.
     """
     if not isinstance(policy, fsdp.OffloadPolicy):
         raise TypeError(
@@ -87,37 +87,38 @@ def fully_shard(
     outer_strategy: str = "no_shard",
 ) -> M:
     """Shard the parameters of ``module`` that no call on an inner module has sharded. Call it on
-    inner modules first, then on the modules that contain them. Modifies the module in place: its
-    class and its parameters. Collective.
+    inner modules first, then on the modules that contain them. Changes the module's class and
+    parameters in place. Collective.
 
     Args:
-        module: a module, or several modules that form one unit.
-        mesh: data-parallel ranks: (inner,), or (outer, inner) for HSDP. None: all ranks.
-        reshard_after_forward: whether to free full parameters after forward and gather them again
+        module: A module, or a list of modules that form one unit.
+        mesh: Mesh of the data-parallel ranks: (inner,), or (outer, inner) for HSDP. None: all
+            ranks.
+        reshard_after_forward: Whether to free full parameters after forward and gather them again
             for backward. None: True, except for the root module if backward begins with it. A
             number of ranks to reshard to is treated as True, with a warning.
-        shard_placement_fn: called for each parameter; its result is checked but has no effect,
-            since the engine assigns elements to ranks itself.
-        mp_policy: dtypes of this unit, and the dtypes to which its modules' inputs and outputs are
+        shard_placement_fn: Function that is called for each parameter. Its result is checked but
+            has no effect, since the engine assigns elements to ranks itself.
+        mp_policy: Dtypes of this unit, and the dtypes to which its modules' inputs and outputs are
             cast.
         offload_policy: ``CPUOffloadPolicy()``: the unit's sharded parameters, gradients and
-            optimizer state lie in host memory, and optimizers step there. On a CPU, where they are
-            anyway, it changes nothing.
-        ignored_params: parameters that are not sharded.
-        dp_mesh_dims: None.
-        strategy: level of the inner axis: "no_shard", "optim", "optim_grads" or
+            optimizer state are in host memory, and optimizers step there. It has no effect on a
+            CPU.
+        ignored_params: Parameters not to shard.
+        dp_mesh_dims: Must be None.
+        strategy: Level of the inner axis: "no_shard", "optim", "optim_grads" or
             "optim_grads_params", as in :func:`fsdp_engine.shard`.
-        outer_strategy: level of the outer axis, at most ``strategy``.
+        outer_strategy: Level of the outer axis, at most ``strategy``.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: an argument is invalid, or arguments differ between ranks; on all ranks,
+        ValueError: An argument is invalid, or arguments differ between ranks. All ranks raise,
             before anything is modified.
-        TypeError, NotImplementedError: an argument has another type, or is not supported; on all
-            ranks, as above.
-        RuntimeError: a rank did not make the call; names it.
+        TypeError, NotImplementedError: An argument has another type, or is not supported. All ranks
+            raise, as above.
+        RuntimeError: A rank did not make the call; the message names the rank.
     """
     with reporting(WHAT, ranks_that_meet(mesh)):
         levels = Strategy.from_names(strategy, outer_strategy)
@@ -158,14 +159,14 @@ fully_shard.state = group_of  # type: ignore[attr-defined]
 
 
 def _without_inner(module: object) -> list[nn.Module]:
-    """The given modules as a list, without those that are inside others of the list."""
+    """Returns the given modules as a list, without those that are inside others of the list."""
     given: Sequence[Any] = list(module) if isinstance(module, (list, tuple)) else [module]
     for each in given:
         if not isinstance(each, nn.Module):
             raise TypeError(
                 f"module: expected a torch.nn.Module or a list of them; found {type(each).__name__}"
             )
-        # torch.compile() returns a module that has its forward as an attribute.
+        # The module that torch.compile() returns has its forward as an attribute.
         if type(each).forward is nn.Module.forward and "forward" not in vars(each):
             raise ValueError(
                 "module: expected one that is called, since fully_shard does not support "

@@ -1,5 +1,5 @@
-"""The group of parameters of one ``fully_shard`` call: a unit that is built by the call, and is
-managed by an engine from the first forward.
+"""The parameters of one ``fully_shard`` call. The call builds their unit, and an engine manages the
+unit from the first forward on.
 """
 
 from __future__ import annotations
@@ -52,63 +52,66 @@ from fsdp_engine.units.plan import (
 
 
 class NoAssignedValues:
-    """Before the engine is constructed, values are written into parameters that are not on the meta
-    device. An extension takes those that are assigned to parameters.
+    """The plain handler of values that users assign to a unit's parameters before the engine is
+    constructed. This handler ignores them; the handler of an extension copies them to the sharded
+    parameters.
 
     Attributes:
-        assigned: (name, parameter) of users' parameters whose values were copied and that still
-            exist.
+        assigned: Name and tensor of each assigned value that was copied and still exists.
     """
 
     assigned: Sequence[tuple[str, Tensor]] = ()
 
     def is_pending(self, param: Tensor) -> bool:
-        """Whether a value was assigned to ``param`` while other values of the unit are missing."""
+        """Returns whether a value was assigned to ``param`` but other values of the unit are
+        missing."""
         return False
 
     def drop_pending(self) -> None:
-        """Drop pending values, after the unit's memory was allocated in another way."""
+        """Drop pending values. Called after another operation has allocated the unit's memory."""
 
     def take_unhooked(self) -> None:
         """Take values that were assigned without torch's hooks (``module._parameters[...] = ...``).
 
         Raises:
-            ValueError: a value is not valid for its parameter; names it.
+            ValueError: A value is not valid for its parameter; the message names the parameter.
         """
 
 
 class UsageError(ValueError, AssertionError):
-    """An invalid value. Also an AssertionError, which FSDP2 raises, so that code that catches it
-    works unchanged."""
+    """Error for an invalid value. It is also an AssertionError, because FSDP2 raises one and
+    existing code may catch it."""
 
 
 WHAT = "fully_shard()"
 _STATE = "_fsdp_engine_group"
 
-# For each default process group and device, the resources that its units share while any exists.
+# Resources by default process group and device. Units share the resources and keep them alive.
 _Shared = weakref.WeakValueDictionary[torch.device, Resources]
 _RESOURCES: weakref.WeakKeyDictionary[object, _Shared] = weakref.WeakKeyDictionary()
 
-# Users' original parameters that units replaced with sharded ones, while they are referenced.
+# Users' original parameters that units replaced with sharded ones, by id. Weak references.
 _REPLACED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 @dataclass(eq=False)
 class ParamGroup:
-    """See the module docstring.
+    """The parameters of one ``fully_shard`` call; see the module docstring.
 
     Attributes:
-        modules: the modules whose calls need the parameters; none is inside another.
-        unit: the unit of their parameters.
-        communicators: the communicators of the unit's buffers.
-        resources: lanes and memory, shared with other units on the device.
-        settings: the settings of the unit's plan.
-        own_resources: resources with the placement of the unit's shards.
-        engine: the unit's engine; None before the first forward.
-        replaced: users' original parameters, which the unit's parameters replaced.
-        values: handles assignments to the unit's parameters.
-        first_call_hooks: (module, handle of the hook that constructs the engine, handle of the hook
-            that reserves the position of the engine's forward hook).
+        modules: The modules whose calls need the parameters. None of them is inside another.
+        unit: The unit of the modules' parameters.
+        communicators: The communicators of the unit's buffers.
+        resources: Lanes and memory, shared with other units on the device.
+        settings: The settings of the unit's plan.
+        own_resources: A copy of ``resources`` with the memory placement of the unit's shards.
+        engine: The unit's engine; None before the first forward.
+        replaced: Weak references to users' original parameters, which the unit's parameters
+            replaced.
+        values: The handler of assignments to the unit's parameters before the engine is
+            constructed.
+        first_call_hooks: Tuples (module, handle of the hook that constructs the engine, handle of
+            the hook that reserves the position of the engine's forward hook).
         divisor: The divisor of sums of gradients; None: the number of ranks.
     """
 
@@ -133,17 +136,18 @@ class ParamGroup:
 
     @property
     def index(self) -> int:
-        """The unit's index; options of other units refer to the group."""
+        """The unit's index. Options of other units read it if they refer to this group."""
         return self.unit.index
 
     @property
     def reshards(self) -> bool:
-        """Whether the unit reshards its parameters; options of other units refer to the group."""
+        """Whether the unit reshards its parameters. Options of other units read it, like
+        ``index``."""
         return self.unit.reshards
 
     @property
     def records(self) -> Iterator[ParamRecord]:
-        """Records of the group's parameters."""
+        """The records of the group's parameters."""
         return (record for buffer in self.unit.buffers for record in buffer.records)
 
     @property
@@ -158,10 +162,10 @@ class ParamGroup:
 
     def give_memory(self, dtype_of: Callable[[torch.dtype], torch.dtype] | None = None) -> None:
         """Allocate uninitialized memory for a unit on the meta device. The parameters remain the
-        same objects, so optimizers may reference them already. Not collective.
+        same objects, because optimizers may already reference them. Not collective.
 
         Args:
-            dtype_of: maps the dtype of main weights to a new one. None: unchanged.
+            dtype_of: Function that maps the dtype of main weights to a new one. None: no change.
         """
         resources = self.own_resources
         resources.memory.begin_unit()
@@ -183,7 +187,7 @@ class ParamGroup:
             buffer.rebuild(kind, codec, resources)
 
     def divide_gradients(self) -> None:
-        """Set the divisor of the unit's buffers, if there is one."""
+        """Set the divisor of the gradients in the unit's buffers, if the user has set one."""
         for buffer in self.unit.trainable if self.divisor is not None else ():
             assert buffer.grads is not None
             assert self.divisor is not None
@@ -191,13 +195,13 @@ class ParamGroup:
 
 
 def group_of(module: nn.Module) -> ParamGroup | None:
-    """The group of ``module``; None if ``fully_shard`` was not called on it."""
+    """Returns the group of ``module``; None if ``fully_shard`` was not called on it."""
     found: ParamGroup | None = vars(module).get(_STATE)
     return found
 
 
 def groups_within(module: nn.Module) -> list[ParamGroup]:
-    """The distinct groups of ``module`` and its submodules, in module order."""
+    """Returns the distinct groups of ``module`` and its submodules, in module order."""
     found = (group for each in module.modules() if (group := group_of(each)) is not None)
     return list({id(group): group for group in found}.values())
 
@@ -214,16 +218,16 @@ def make_group(
     """Plan a unit, compare the plans of all ranks, and build it. Collective.
 
     Args:
-        modules: none is inside another.
-        mesh: the ranks over which their parameters are sharded.
+        modules: The modules of the unit. None of them is inside another.
+        mesh: The ranks over which the parameters are sharded.
         levels: The levels of both axes.
-        policy: dtypes; None if there is an ``error``.
-        extensions: extensions of the unit.
-        ignored: parameters that are not sharded.
-        error: an error of this rank, to be raised on all ranks.
+        policy: The policy of dtypes; None if there is an ``error``.
+        extensions: The extensions of the unit.
+        ignored: Parameters not to shard.
+        error: An error of this rank, which all ranks raise.
 
     Raises:
-        Exception: this rank's error or another's, on all ranks, before anything is modified.
+        Exception: The error of this or another rank. All ranks raise, before anything is modified.
     """
     options = Options()
     axis_plans = AxisPlans(axis_plan(mesh, levels))
@@ -293,17 +297,17 @@ def _plan_one(
     is_free: Callable[[ParamRecord], bool],
     settings: PlanSettings,
 ) -> Plan:
-    """A plan of one unit. Changes nothing, sends nothing.
+    """Plan one unit. Changes nothing and communicates nothing.
 
     Args:
-        name: The name of the unit, for people.
-        modules: its modules; none within another.
-        is_free: whether a parameter is the unit's; it may raise.
+        name: The name of the unit in messages.
+        modules: The modules of the unit. None of them is inside another.
+        is_free: Predicate of the parameters that belong to the unit; it may raise.
         settings: The policy, the options and the axes of the plan.
 
     Raises:
-        ValueError: a parameter that no unit can have, two that share memory, or some on the meta
-            device beside others that are not.
+        ValueError: A parameter cannot be sharded, two parameters share memory, or only some
+            parameters are on the meta device.
     """
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     records = [record for record in collect_records(root) if is_free(record)]
@@ -323,7 +327,8 @@ def _plan_one(
 
 
 class _OwnValues(InitialValues):
-    """Each rank keeps its slices of its own values, or all are on the meta device."""
+    """Initial values of FSDP2: each rank keeps its slices of its own values, or all parameters are
+    on the meta device."""
 
     def __init__(self, setup: EngineSetup, choice: str) -> None:
         super().__init__(setup, choice)
@@ -340,10 +345,10 @@ class _OwnValues(InitialValues):
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
     ) -> InitialValues:
-        """See the class. Warn where ranks have built other values.
+        """Keep each rank's own values, and warn if the ranks' values differ.
 
         Raises:
-            ValueError: some ranks have values where others are on the meta device.
+            ValueError: Parameters have values on some ranks and are on the meta device on others.
         """
         differ, found = len({on_meta for on_meta, _ in notes}) > 1, ""
         if self._comparison is not None:
@@ -407,10 +412,10 @@ class _UnshardedParams:
                     self._skipped |= {id(inner) for inner in each.modules()}
 
     def __call__(self, record: ParamRecord) -> bool:
-        """Whether the call shards the parameter.
+        """Returns whether this call of ``fully_shard`` shards the parameter.
 
         Raises:
-            ValueError: the parameter is tied to one that an inner call has sharded.
+            ValueError: The parameter is tied to a parameter that an earlier call has sharded.
         """
         if id(record.param) in self._ignored:
             return False
@@ -429,5 +434,5 @@ class _UnshardedParams:
 
 
 def _is_replicated(module: nn.Module) -> bool:
-    """Whether ``torch.distributed._composable.replicate`` was applied to the module."""
+    """Returns whether ``torch.distributed._composable.replicate`` was applied to the module."""
     return "replicate" in vars(module).get(REGISTRY_KEY, ())

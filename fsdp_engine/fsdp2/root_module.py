@@ -1,6 +1,6 @@
-"""Constructs the engine of all units of a model in the first forward of its root module.
+"""Constructs the engine of a model in the first forward of its root module.
 
-Before, ``model.to(dtype)``, ``model.to_empty(device)`` and similar convert units that are built.
+Before that, ``model.to(dtype)``, ``model.to_empty(device)`` and similar methods convert units.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from fsdp_engine.runtime.parameter_guard import check_same
 from fsdp_engine.units.assignment import collect_records
 from fsdp_engine.units.installing import hidden
 
-# New dtypes by old ones, for a unit whose memory is allocated.
+# The new dtype of each old dtype, for a unit that is moved off the meta device.
 _DtypeMap = dict[torch.dtype, torch.dtype]
 
 _thread = threading.local()
 
 
 def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
-    """Implements ``nn.Module._apply`` for parameters that belong to units.
+    """Implement ``nn.Module._apply`` for parameters that belong to units.
 
     Converts the dtypes of full units in place, and allocates memory for units that are moved off
     the meta device. Parameters remain the same objects. Collective if a dtype changes.
 
     Args:
-        module: the module to convert; ``fully_shard`` was called on it.
-        fn: the argument of ``_apply``.
-        apply: ``_apply`` of the module itself, for buffers, parameters of no unit, inner modules.
+        module: The module to convert; ``fully_shard`` was called on it.
+        fn: The function that is the argument of ``_apply``.
+        apply: ``_apply`` of the module itself, for buffers, parameters of no unit and submodules.
 
     Raises:
-        RuntimeError: a forward or backward of a unit is in progress.
-        ValueError: the device would change; or see the extension for conversions.
+        RuntimeError: A forward or backward of a unit is in progress.
+        ValueError: The device would change, or a dtype would change without the extension
+            ``conversion``, or the extension raised an error.
     """
     if getattr(_thread, "is_converting", False):
         apply()
@@ -94,15 +95,15 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
 
 
 def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
-    """The new dtype for each dtype of parameters that ``fn`` moves off the meta device; empty if it
-    moves none."""
+    """Returns the new dtype for each dtype of parameters that ``fn`` moves off the meta device;
+    empty if it moves none."""
     device = group.resources.memory.device
     found: _DtypeMap = {}
     for buffer in group.unit.buffers:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            # To the device, or to host memory where main weights are there, as FSDP2 wants it.
+            # ``fn`` moves to the device, or to host memory if main weights are there, as in FSDP2.
             place = group.own_resources.placement.device_of_main(device)
             if probe.device.type in (device.type, place.type):
                 found[main.dtype] = probe.dtype
@@ -110,11 +111,11 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
 
 
 def build_engine_on_first_call(group: ParamGroup) -> None:
-    """Register hooks by which the first call of one of the group's modules constructs the engine
-    if there is none, with that module as the root."""
+    """Register hooks with which the first call of one of the group's modules constructs the engine,
+    with that module as the root, unless there is one."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # torch lists the hooks of this call before the engine registers its own.
+        # The hooks of the engine do not run in this call: torch has already listed the hooks.
         engine = ensure_engine(module)
         args, kwargs = inputs_on((args, kwargs), engine.mesh.device)
         hooks = hooks_of(module)
@@ -130,17 +131,17 @@ def build_engine_on_first_call(group: ParamGroup) -> None:
 
 
 def engine_of(model: nn.Module) -> Engine:
-    """Returns the engine of a model, for :class:`fsdp_engine.Checkpointer` and other functions that
-    take the result of :func:`fsdp_engine.shard`. Constructs it if there was no forward yet.
+    """Returns the engine of a model, for ``fsdp_engine.Checkpointer`` and other functions that take
+    the result of ``fsdp_engine.shard``. Constructs the engine if no forward has run yet.
 
     Args:
-        model: the root module, with values in all parameters; ``fully_shard`` was called on it.
+        model: The root module, on which ``fully_shard`` was called. All parameters have values.
 
     Raises:
         TypeError: ``fully_shard`` was not called on ``model``.
         ValueError: ``model`` is not the root module.
-        RuntimeError: parameters are on the meta device; a submodule was called before the root; an
-            optimizer references parameters from before ``fully_shard``.
+        RuntimeError: Parameters are on the meta device, a submodule was called before the root, or
+            an optimizer references parameters that ``fully_shard`` has replaced.
     """
     if not isinstance(model, nn.Module) or group_of(model) is None:
         raise TypeError(
@@ -161,8 +162,8 @@ def ensure_engine(module: nn.Module) -> Engine:
     as the root.
 
     Raises:
-        RuntimeError: parameters are on the meta device; a submodule was called before the root; an
-            optimizer references parameters from before ``fully_shard``.
+        RuntimeError: Parameters are on the meta device, a submodule was called before the root, or
+            an optimizer references parameters that ``fully_shard`` has replaced.
     """
     root = group_of(module)
     assert root is not None
@@ -214,7 +215,7 @@ def ensure_engine(module: nn.Module) -> Engine:
 
 
 def inputs_on(inputs: Any, device: torch.device) -> Any:
-    """The inputs of the root module, moved to its parameters' device."""
+    """Move the inputs of the root module to the device of its parameters."""
     if all(tensor.device.type == device.type for tensor in iter_tensors(inputs)):
         return inputs
     return map_tensors(lambda tensor: tensor.to(device), inputs)
@@ -228,7 +229,7 @@ def _move_inputs(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
-    """Check that modules to prefetch belong to the same model."""
+    """Check that the modules to prefetch belong to the same model."""
     known = {id(group) for group in groups}
     for group in groups:
         options = group.unit.options
@@ -241,7 +242,7 @@ def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
 
 
 def _reserve_position(module: nn.Module, args: Any, output: Any) -> None:
-    """A hook without effect, at the position of the engine's later hook."""
+    """Do nothing. This hook reserves the position for the engine's hook."""
 
 
 def _move_hook(module: nn.Module, place: Any) -> None:
@@ -272,8 +273,8 @@ def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
 
 
 def _check_no_optimizer(groups: Sequence[ParamGroup]) -> None:
-    """Check that no optimizer references parameters that units replaced. (Searches all objects
-    only if any of these parameters is still referenced.)"""
+    """Check that no optimizer references parameters that units have replaced. Searches all objects,
+    but only if one of these parameters is still alive."""
     replaced = [
         (record.name, param)
         for group in groups

@@ -1,1 +1,1 @@
-"""Trainers that people already have, over this engine; each in an extra, imported in one file."""
+"""Trainers of other libraries with this engine. Each library is an extra of the package."""

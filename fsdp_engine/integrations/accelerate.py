@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator`` over this engine.
 
-It shards models instead of wrapping them in DDP. Tested with accelerate 1.15; of its private
-attributes it uses the lists of prepared objects.
+The accelerator shards models instead of wrapping them in DDP. It is tested with accelerate 1.15, of
+which it uses private attributes: the lists of prepared objects.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ with naming_extra():
 
 
 WHAT = "FSDPEngineAccelerator()"
-# Within a checkpoint: weights and optimizer state, in the format of torch.distributed.checkpoint.
+# Name of the folder with weights and optimizer state in a checkpoint, in the format of
+# torch.distributed.checkpoint.
 SHARDED = "fsdp_engine"
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 
 class _SyncsRanks:
-    """True where ranks have to run equally many forwards in ``generate``.
+    """An object that is true if all ranks must run the same number of forwards in ``generate``.
 
     Args:
         engine: The engine of the model.
@@ -73,11 +74,11 @@ class _SyncsRanks:
 
 
 def generate_together(engine: Engine) -> None:
-    """From now on ``generate`` of the engine's model runs within ``engine.together()``, unless
-    ranks can differ anyway.
+    """Make ``generate`` of the engine's model run within ``engine.together()``, unless ranks may
+    already differ.
 
     Raises:
-        ValueError: the model has no ``generate``.
+        ValueError: The model has no ``generate``.
     """
     generate = getattr(engine.model, "generate", None)
     if generate is None:
@@ -91,7 +92,7 @@ def generate_together(engine: Engine) -> None:
 
 
 class _GeneratesTogether:
-    """Calls ``generate`` within ``engine.together()``."""
+    """Callable that runs ``generate`` within ``engine.together()``."""
 
     def __init__(self, engine: Engine, generate: Callable[..., Any]) -> None:
         functools.update_wrapper(self, generate)
@@ -105,28 +106,28 @@ class _GeneratesTogether:
 
 
 class FSDPEngineAccelerator(Accelerator):
-    """An ``Accelerator`` whose ``prepare`` shards models by ``fsdp_engine.shard``.
+    """An ``Accelerator`` whose ``prepare`` shards models with ``fsdp_engine.shard``.
 
-    Loops stay as they are: ``prepare``, ``backward``, ``accumulate``, ``no_sync``,
-    ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state``, ``load_state``, ``get_state_dict``,
-    ``unwrap_model``. An optimizer that was built before its model was sharded updates the sharded
-    parameters after ``prepare``.
+    Training loops need no changes. They can use ``prepare``, ``backward``, ``accumulate``,
+    ``no_sync``, ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state``, ``load_state``,
+    ``get_state_dict`` and ``unwrap_model``. An optimizer that was built before its model was
+    sharded updates the sharded parameters after ``prepare``.
 
     With ``mixed_precision="bf16"`` weights are gathered and used in bf16 (unless ``shard`` contains
     an ``mp_policy`` or a ``plan``), and autocast runs operations that require fp32 in fp32.
 
     Args:
-        *args: as for ``Accelerator``.
-        shard: arguments of ``fsdp_engine.shard`` by name, for every prepared model that is not
-            sharded yet. None: its defaults.
-        pretrained: a Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
+        *args: The arguments of ``Accelerator``.
+        shard: Arguments of ``fsdp_engine.shard`` by name, for each prepared model that is not
+            sharded yet. None: the defaults of ``shard``.
+        pretrained: A Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
             weights of models that are on the meta device.
-        **kwargs: as for ``Accelerator``.
+        **kwargs: The keyword arguments of ``Accelerator``.
 
     Raises:
-        ValueError, TypeError: an argument is not supported: fp16, fp8, DeepSpeed, FSDP,
-            Megatron-LM, a ``parallelism_config``, or an unknown argument of ``shard``. On all
-            ranks.
+        ValueError, TypeError: An argument is not supported: fp16, fp8, DeepSpeed, FSDP,
+            Megatron-LM, a ``parallelism_config``, or an unknown argument of ``shard``. All ranks
+            raise.
     """
 
     def __init__(
@@ -147,16 +148,16 @@ class FSDPEngineAccelerator(Accelerator):
     def shard_model(
         self, model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()
     ) -> Engine:
-        """Shard a model; returns its engine, an existing one if the model is sharded. Collective.
+        """Shard a model, unless it is already sharded, and return its engine. Collective.
 
         Args:
-            model: any module.
-            optimizers: The optimizers of its parameters; they hold the sharded parameters
+            model: Any module.
+            optimizers: The optimizers of its parameters. They hold the sharded parameters
                 afterwards.
 
         Raises:
-            ValueError, TypeError: see ``fsdp_engine.shard``; or the model is a submodule of a
-                sharded model, or an optimizer has stepped.
+            ValueError, TypeError: An error of ``fsdp_engine.shard``, or the model is a submodule of
+                a sharded model, or an optimizer has stepped.
         """
         engine = engine_of(model)
         if engine is None:
@@ -171,9 +172,9 @@ class FSDPEngineAccelerator(Accelerator):
                 f"found a {type(model).__name__} that is a part of it"
             )
         if engine.ranks.size > 1:
-            # Ranks whose text is complete must call the model as long as other ranks do.
-            # `transformers` checks this attribute (is_fsdp_managed_module, in 5.23) if `generate`
-            # is called without `synced_gpus`.
+            # A rank whose text is complete must call the model as long as other ranks do. If
+            # `generate` is called without `synced_gpus`, `transformers` checks this attribute
+            # (is_fsdp_managed_module, in 5.23).
             for module in model.modules():
                 if hasattr(module, "generate"):
                     module._is_fsdp_managed_module = _SyncsRanks(engine)  # type: ignore[assignment]
@@ -182,7 +183,7 @@ class FSDPEngineAccelerator(Accelerator):
         return engine
 
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
-        """As ``Accelerator.prepare``; models are sharded first, in any order of arguments."""
+        """Shard all models among the arguments, then call ``Accelerator.prepare``."""
         optimizers = [each for each in args if isinstance(each, torch.optim.Optimizer)]
         for each in args:
             if isinstance(each, nn.Module):
@@ -192,7 +193,7 @@ class FSDPEngineAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model if it is not sharded, for training or evaluation; returns the model."""
+        """Shard a model if it is not sharded, for training or evaluation. Returns the model."""
         engine = self.shard_model(model)
         plugin = self.state.dynamo_plugin
         if plugin.backend != DynamoBackend.NO and not getattr(
@@ -212,13 +213,13 @@ class FSDPEngineAccelerator(Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """As ``Accelerator.prepare_optimizer``; passes the optimizer to ``shard_optimizer``."""
+        """Pass the optimizer to ``shard_optimizer``, then to ``Accelerator.prepare_optimizer``."""
         shard_if_possible(plain_optimizer(optimizer))
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextlib.contextmanager
     def scaling_losses(self, scale: float) -> Iterator[None]:
-        """Context in which :meth:`backward` scales losses; for loops of other libraries."""
+        """Context in which :meth:`backward` scales losses. Trainers of other libraries use it."""
         self._loss_scale = scale
         try:
             yield
@@ -226,13 +227,13 @@ class FSDPEngineAccelerator(Accelerator):
             self._loss_scale = 1.0
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """As ``Accelerator.backward``."""
+        """Call ``Accelerator.backward``, with the scaled loss within :meth:`scaling_losses`."""
         super().backward(loss if self._loss_scale == 1 else loss * self._loss_scale, **kwargs)
 
     @contextlib.contextmanager
     def gathering_by(self, gather: Callable[[Any, bool], Any]) -> Iterator[None]:
-        """Context in which ``gather`` is :meth:`gather_for_metrics`; for loops of other
-        libraries."""
+        """Context in which ``gather`` replaces :meth:`gather_for_metrics`. Trainers of other
+        libraries use it."""
         self._gather_samples = gather
         try:
             yield
@@ -240,16 +241,16 @@ class FSDPEngineAccelerator(Accelerator):
             self._gather_samples = None
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As ``Accelerator.gather_for_metrics``."""
+        """Call ``Accelerator.gather_for_metrics``, or the function of :meth:`gathering_by`."""
         if self._gather_samples is not None:
             return self._gather_samples(input_data, use_gather_object)
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Not supported.
+        """Raise an error, because torch's Join is not supported.
 
         Raises:
-            ValueError: always.
+            ValueError: The method was called.
         """
         raise ValueError(
             "join_uneven_inputs(): expected ranks with equally many batches, since torch's Join "
@@ -260,7 +261,7 @@ class FSDPEngineAccelerator(Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """``engine.no_sync()`` of a sharded model."""
+        """Context of ``engine.no_sync()`` if the model is sharded."""
         engine = engine_of(model)
         with contextlib.nullcontext() if engine is None else engine.no_sync():
             yield
@@ -268,13 +269,14 @@ class FSDPEngineAccelerator(Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Tensor:
-        """Clip gradients to a norm over all ranks; returns the norm before, a plain 0-d tensor.
+        """Clip gradients to a norm over all ranks. Returns the norm before clipping, as a plain 0-d
+        tensor.
 
         Args:
-            parameters: all parameters of a sharded model that have gradients. Others (of several
-                models, or a part of a model) are clipped by torch.
-            max_norm: maximum norm; inf: only compute the norm.
-            norm_type: p of the p-norm.
+            parameters: The parameters. If they are all trainable parameters of one sharded model,
+                the engine clips them; otherwise torch does.
+            max_norm: Maximum norm. inf: only compute the norm.
+            norm_type: The p of the p-norm.
         """
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         ids = {id(param) for param in given}
@@ -291,7 +293,8 @@ class FSDPEngineAccelerator(Accelerator):
         return norm if whole is None else whole()
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Full weights in host memory, on the first rank; empty on others. Collective."""
+        """Returns full weights in host memory on the first rank, and an empty dict on other ranks.
+        Collective."""
         engine = engine_of(model)
         if engine is None:
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
@@ -303,15 +306,16 @@ class FSDPEngineAccelerator(Accelerator):
     ) -> str:
         """Save models, optimizers, schedulers, samplers, random states and registered objects.
 
-        The save is atomic: if the job is killed meanwhile, an older folder stays. Any number of
-        ranks can load it. Collective.
+        The save is atomic: if the job is killed during the save, an older folder remains. Any
+        number of ranks can load the folder. Collective.
 
         Args:
-            output_dir: the folder; its content is replaced. None: accelerate's automatic name.
-            safe_serialization, kwargs: ignored.
+            output_dir: The path of the folder, whose content is replaced. None: accelerate's
+                automatic name.
+            safe_serialization, kwargs: Ignored.
 
         Returns:
-            The folder.
+            The path of the folder.
         """
         folder = Path(os.path.expanduser(self._folder_of_save(output_dir)))
         with atomic_folder(folder, self._first_engine().ranks) as staging:
@@ -338,16 +342,16 @@ class FSDPEngineAccelerator(Accelerator):
     ) -> None:
         """Load a folder of :meth:`save_state`, on any number of ranks. Collective.
 
-        Random states are restored on ranks that have saved theirs.
+        Each rank that has saved its random states restores them.
 
         Args:
-            input_dir: the folder. None: the latest of accelerate's automatic names.
-            load_kwargs: for reading schedulers and samplers.
-            kwargs: ignored.
+            input_dir: The path of the folder. None: the latest folder with an automatic name.
+            load_kwargs: Arguments of ``torch.load`` for schedulers and samplers.
+            kwargs: Ignored.
 
         Raises:
-            ValueError, OSError: the folder was not written by :meth:`save_state`, or does not fit;
-                on all ranks.
+            ValueError, OSError: :meth:`save_state` has not written the folder, or it does not fit.
+                All ranks raise.
         """
         error: Exception | None = None
         folder = Path()
@@ -422,10 +426,10 @@ class FSDPEngineAccelerator(Accelerator):
             )
 
     def _saved(self) -> Iterator[tuple[str, Engine, torch.optim.Optimizer | None]]:
-        """Folder, engine and optimizer of each model.
+        """Yield the name of the folder, the engine and the optimizer of each model.
 
         Raises:
-            ValueError: a model has more than one optimizer.
+            ValueError: A model has more than one optimizer.
         """
         engines = [engine for model in self._models if (engine := engine_of(model)) is not None]
         for number, engine in enumerate(engines):
@@ -466,7 +470,7 @@ class FSDPEngineAccelerator(Accelerator):
         return folder
 
     def _automatic(self, parent: Path) -> list[Path]:
-        """Folders with automatic names, in ascending order."""
+        """Returns the folders with automatic names, in ascending order."""
         named = [(re.fullmatch(r"checkpoint_(\d+)", each.name), each) for each in parent.iterdir()]
         return [path for _, path in sorted((int(name[1]), path) for name, path in named if name)]
 
@@ -496,10 +500,10 @@ class FSDPEngineAccelerator(Accelerator):
 
 
 def refuse_no_sync() -> NoReturn:
-    """Replaces the method ``no_sync`` of DDP, which accelerate's ``LocalSGD`` calls.
+    """Raise an error if DDP's method ``no_sync`` is called, as accelerate's ``LocalSGD`` does.
 
     Raises:
-        NotImplementedError: always.
+        NotImplementedError: The function was called.
     """
     raise NotImplementedError(
         "model.no_sync: expected accelerator.no_sync(model), which accumulates gradients; found a "
@@ -510,7 +514,7 @@ def refuse_no_sync() -> NoReturn:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Unwrap the optimizers of accelerate."""
+    """Returns the optimizer of torch that accelerate's optimizer wraps; any other one unchanged."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

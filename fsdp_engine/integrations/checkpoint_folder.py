@@ -1,13 +1,15 @@
-"""One checkpoint of a trainer in one folder, under the trainer's name.
+"""Saves and loads the checkpoint of a trainer in one folder, under the name that the trainer
+chooses.
 
-The folder has the format of :func:`fsdp_engine.save_checkpoint`: any ranks and levels load it, and
-the command line of ``fsdp_engine.checkpoint`` reads it. In addition:
+The folder has the format of ``fsdp_engine.save_checkpoint``: it can be loaded at any level and on
+any number of ranks, and the command line of ``fsdp_engine.checkpoint`` can read it. There are these
+differences:
 
-- A new folder is written as ``.saving-<name>``, and renamed when it is complete. An older
-  checkpoint of that name is replaced when the new metadata is renamed into place.
-- One folder contains several engines and several optimizers.
+- A new folder is written as ``.saving-<name>`` and renamed when it is complete. An older checkpoint
+  of that name is replaced when the new metadata is renamed into place.
+- One folder can contain several engines and several optimizers.
 - ``extra`` contains the trainer's state (loops, callbacks, schedulers).
-- It contains random states of the ranks, which are restored on the same number of ranks.
+- The folder contains random states of the ranks, which are restored on the same number of ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.engine import Engine
 
-# Name of the temporary folder beside the checkpoints, which is not the name of a checkpoint.
+# Name of the folder that contains temporary folders, beside the checkpoints.
 SAVING = ".saving"
 
 
@@ -66,18 +68,18 @@ SAVING = ".saving"
 def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Context in which all ranks write into a temporary folder, which is renamed at the end.
 
-    An existing ``folder`` is removed when the new one is complete. Temporary folders of killed jobs
-    are removed by the next save beside them. Collective.
+    An existing ``folder`` is removed when the new one is complete. The next save into the same
+    parent removes temporary folders of killed jobs. Collective.
 
     Args:
-        folder: on storage that all ranks share.
-        ranks: that write.
+        folder: The path of the folder, on storage that all ranks share.
+        ranks: The ranks that write.
 
     Yields:
         The temporary folder, ``.saving/<name>`` beside ``folder``.
 
     Raises:
-        Exception: of any rank, on all ranks; ``folder`` is unchanged.
+        Exception: An error of any rank. All ranks raise, and ``folder`` is unchanged.
     """
     what, group, is_first = f"saving {folder}", ranks.control_group, ranks.rank == 0
     staging = folder.parent / SAVING / folder.name
@@ -132,17 +134,17 @@ def save_folder(
     *,
     keeps: Keeps | None = None,
 ) -> None:
-    """Write a checkpoint. Collective.
+    """Write the checkpoint of a trainer. Collective.
 
     Args:
-        path: the same on all ranks.
-        engines: one, or a dict of several.
-        optimizers: over their parameters; each parameter in one optimizer.
-        extra: the trainer's state; that of rank 0 is saved, and slices of all ranks.
-        keeps: predicate of name and value of the models' entries to save; None: all.
+        path: The path of the folder, which is the same on all ranks.
+        engines: An engine, or a dict of several engines.
+        optimizers: The optimizers over the engines' parameters. No two have the same parameter.
+        extra: The trainer's state. The state of rank 0 is saved, with the slices of all ranks.
+        keeps: Predicate, on name and value, of the models' entries to save. None: all.
 
     Raises:
-        Exception: see :func:`fsdp_engine.save_checkpoint`; on all ranks.
+        Exception: An error of ``fsdp_engine.save_checkpoint``. All ranks raise.
     """
     model = join_engines(engines)
     group, rank = model.ranks.control_group, model.ranks.rank
@@ -205,17 +207,18 @@ def load_folder(
     strict: bool = True,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Read what :func:`save_folder` wrote; returns its ``extra``. Collective.
+    """Load a folder of :func:`save_folder`. Returns its ``extra``. Collective.
 
     Args:
-        path: the folder.
-        engines: whose weights are replaced.
-        optimizers: whose state is replaced; empty: weights only.
-        strict: refuse entries that are missing, unexpected or do not fit. False: load what fits.
-        trust: allow objects of any class, which may run arbitrary code.
+        path: The path of the folder.
+        engines: The engine, or a dict of engines, whose weights are replaced.
+        optimizers: The optimizers whose state is replaced. Empty: only weights are loaded.
+        strict: Raise if entries are missing, unexpected or do not fit. False: load the entries that
+            fit.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Raises:
-        Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
+        Exception: An error of ``fsdp_engine.load_checkpoint``. All ranks raise.
     """
     model = join_engines(engines)
     group = model.ranks.control_group
@@ -237,10 +240,10 @@ def load_folder(
 
 
 def read_file(path: Path, engine: Engine, trust: bool = False) -> dict[str, Any]:
-    """Read a checkpoint file of another strategy, memory-mapped. Collective.
+    """Read a checkpoint file of another strategy of the trainer, memory-mapped. Collective.
 
     Raises:
-        Exception: it cannot be read; on all ranks.
+        Exception: The file cannot be read. All ranks raise.
     """
     found: dict[str, Any] = {}
     error: Exception | None = None
@@ -256,22 +259,22 @@ def read_extra(path: Path, trust: bool = False) -> dict[str, Any]:
     """Read the ``extra`` of a checkpoint. Not collective.
 
     Raises:
-        FileNotFoundError, NotADirectoryError: there is no checkpoint.
-        ValueError: it is damaged, or contains a class that could run code.
+        FileNotFoundError, NotADirectoryError: There is no checkpoint.
+        ValueError: The checkpoint is damaged, or contains a class that could run code.
     """
     metadata = read_metadata(path, trust)
     return _extra_of(_read_objects(path, metadata, trust))
 
 
 def read_whole(path: Path, trust: bool = False) -> dict[str, Any]:
-    """Read a checkpoint of one model as plain tensors on the CPU, without ranks.
+    """Read a checkpoint of one model as plain tensors on the CPU, without a process group.
 
     Returns:
-        The ``extra``, with ``state_dict`` and, if there are optimizers, ``optimizer_states``: one
-        for each optimizer, by numbers of parameters, in the format of ``torch.optim``.
+        The ``extra``, with ``state_dict`` and, if there are optimizers, ``optimizer_states``: the
+        state of each optimizer in the format of ``torch.optim``, with parameters as indices.
 
     Raises:
-        Exception: as :func:`read_extra`.
+        Exception: An error of :func:`read_extra`.
     """
     metadata = read_metadata(path, trust)
     saved = Saved(metadata)
@@ -292,24 +295,25 @@ def read_whole(path: Path, trust: bool = False) -> dict[str, Any]:
 
 
 def remove_folder(path: Path) -> None:
-    """Rename a checkpoint, then remove it, so that readers never find a part of it."""
+    """Rename a checkpoint, then remove it, so that readers never find a partial checkpoint."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     elif path.exists():
         hidden = path.with_name(f"{_REMOVING}{path.name}")
-        if hidden.exists():  # of a killed job
+        if hidden.exists():  # left by a killed job
             shutil.rmtree(hidden)
         shutil.rmtree(path.rename(hidden))
 
 
 def _begin(path: Path) -> Path:
-    """Returns the folder to write into: ``path`` if it is a checkpoint already."""
+    """Returns the folder to write into: ``path`` if it is already a folder, else a temporary
+    one."""
     if path.is_file():
         raise NotADirectoryError(f"path: expected a folder, or nothing; found the file {path}")
     if path.is_dir() and not path.is_symlink():
         return path
     staging = path.with_name(f"{_SAVING}{path.name}")
-    if staging.exists():  # of a killed job
+    if staging.exists():  # left by a killed job
         shutil.rmtree(staging)
     staging.mkdir(parents=True)
     return staging
@@ -328,13 +332,15 @@ def _read_objects(path: Path, metadata: Metadata, trust: bool) -> dict[str, Any]
 
 
 def _extra_of(packed: dict[str, Any]) -> dict[str, Any]:
-    """The trainer's state; for a checkpoint of :func:`fsdp_engine.save_checkpoint`, all of it."""
+    """Returns the trainer's state. For a checkpoint of ``fsdp_engine.save_checkpoint``, this is all
+    of ``extra``."""
     extra: dict[str, Any] = packed[_STATE] if _NUM_GROUPS in packed else packed
     return extra
 
 
 def _split(optimizer: dict[str, Any], num_groups: Sequence[int]) -> list[dict[str, Any]]:
-    """Split the joint state by names into a state by numbers of parameters for each optimizer."""
+    """Split the joint state, by parameter names, into a state by parameter indices for each
+    optimizer."""
     states, groups = optimizer.get("state", {}), list(optimizer["param_groups"])
     found = []
     for count in num_groups or [len(groups)]:
@@ -358,18 +364,18 @@ def load_whole(
     *,
     strict: bool = True,
 ) -> None:
-    """Load unsharded tensors into a sharded model and its optimizers; each rank keeps its slices.
+    """Load unsharded tensors into a sharded model and its optimizers. Each rank keeps its slices.
 
     Args:
-        weights: an unsharded ``state_dict``.
-        states: The states of each optimizer, by numbers of parameters; empty: weights only.
-        engine: whose weights are replaced.
-        optimizers: over its parameters.
-        strict: refuse names that are missing or unexpected.
+        weights: An unsharded ``state_dict``.
+        states: The state of each optimizer, by parameter indices. Empty: only weights are loaded.
+        engine: The engine whose weights are replaced.
+        optimizers: The optimizers over its parameters.
+        strict: Raise if names are missing or unexpected.
 
     Raises:
-        RuntimeError: weights do not fit.
-        ValueError: the numbers of optimizers and states differ.
+        RuntimeError: Weights do not fit.
+        ValueError: The numbers of optimizers and states differ.
     """
     engine.model.load_state_dict(weights, strict=strict)
     engine.weights_changed()
@@ -383,11 +389,11 @@ def load_whole(
 
 
 def load_whole_state(optimizer: Optimizer, packed: dict[str, Any]) -> None:
-    """Load the state of an optimizer over unsharded parameters into one over sharded parameters.
+    """Load the state of an optimizer over unsharded parameters into an optimizer over sharded ones.
 
     Args:
-        optimizer: over the same parameters, in the same order.
-        packed: the state dict of ``torch.optim``, with unsharded tensors.
+        optimizer: The optimizer over the sharded parameters, in the same order.
+        packed: The ``state_dict`` of the other optimizer, with unsharded tensors.
     """
     numbered = [param for group in optimizer.param_groups for param in group["params"]]
     sliced = {

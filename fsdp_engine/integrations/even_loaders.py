@@ -1,8 +1,8 @@
-"""Loaders of the transformers Trainer that end at different times on different ranks.
+"""Gives all ranks of a transformers Trainer the same number of batches if loaders differ.
 
-Training: all ranks take as many microbatches as the longest loader has, and losses are scaled so
-that a step has the mean over the batches that exist. Evaluation: batches that are repeated, and
-samples that accelerate would add or drop, are left out of the gathered results.
+In training, all ranks take as many microbatches as the longest loader has, and losses are scaled so
+that the loss of a step is the mean over the batches that exist. In evaluation, gathered results
+contain each sample once: they omit repeated batches, and samples that accelerate would add.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ with naming_extra():
 
 
 class TrainingBatches:
-    """Iterator over the batches of an epoch, of which all ranks get equally many. Collective.
+    """Iterator over the batches of an epoch that yields the same number on all ranks. Collective.
 
     Args:
         engine: The engine of the model.
         batches: The batches of this rank.
 
     Attributes:
-        batches: as given.
+        batches: The iterator that was given.
     """
 
     def __init__(self, engine: Engine, batches: Iterator[Any]) -> None:
@@ -54,39 +54,39 @@ class TrainingBatches:
 
     def __next__(self) -> Any:
         step = next(self._steps)
-        if step.is_repeated:  # an object of its own, that is known by its identity
+        if step.is_repeated:  # a separate object, which ``is_repeated`` identifies
             step = step._replace(batch=copy.copy(step.batch))
         self._taken.append(step)
         return step.batch
 
     def begin_step(self) -> None:
-        """Batches from now on are those of the next optimizer step."""
+        """Begin an optimizer step: the following batches belong to it."""
         self._taken.clear()
 
     def is_repeated(self, batch: Any) -> bool:
-        """Whether a batch of this step has weight 0."""
+        """Returns whether a batch of this step has weight 0."""
         return any(step.is_repeated and step.batch is batch for step in self._taken)
 
     def scale(self, batch: Any, *, counts: str) -> float:
-        """Factor of the loss of a batch of this step.
+        """Returns the factor of the loss of a batch of this step.
 
         Args:
-            batch: any.
-            counts: how losses of a step are divided: "all", by a number that is counted on all
-                ranks; "rank", by one of this rank alone; "batch", by one of the batch alone.
+            batch: A batch of this step.
+            counts: Where the number by which losses are divided is counted: "all": in the step on
+                all ranks; "rank": in the step on this rank; "batch": in the batch.
         """
         if self.is_repeated(batch):
             return 0.0
         size = self._engine.ranks.size
         if counts == "all" or not self._taken:
             return 1.0
-        if counts == "rank":  # ranks that have run out have less batches than the first one
+        if counts == "rank":  # the maximum: number of ranks with a batch
             return size / max(step.num_ranks for step in self._taken)
         return size * len(self._taken) / sum(step.num_ranks for step in self._taken)
 
 
 def without_labels(batch: Any) -> Any:
-    """Returns a batch in which no label counts."""
+    """Returns a batch in which the loss ignores all labels."""
     names = ("labels", "shift_labels")
     if not isinstance(batch, Mapping) or not any(name in batch for name in names):
         return batch
@@ -100,7 +100,8 @@ def without_samples(batch: Any) -> Any:
 
 
 def are_even(engine: Engine, loader: Any) -> bool:
-    """Whether accelerate gives all ranks equally many batches, of equal sizes. Collective."""
+    """Returns whether accelerate gives all ranks the same number of batches, of equal sizes.
+    Collective."""
     sampler, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     if isinstance(loader, DataLoaderShard) and isinstance(sampler, BatchSamplerShard):
         is_even = bool(sampler.even_batches)
@@ -109,24 +110,27 @@ def are_even(engine: Engine, loader: Any) -> bool:
     else:
         is_even = isinstance(loader, DataLoaderDispatcher)
     lengths = tuple(length_of(each) for each in (loader, dataset))
-    if isinstance(loader, DataLoaderDispatcher):  # reads on the first rank alone
+    if isinstance(loader, DataLoaderDispatcher):  # only the first rank reads
         lengths = (None, None)
     found = agree("evaluation", None, engine.ranks.control_group, (is_even, lengths))
     return is_even and all(each == found[0] for each in found)
 
 
 class EvaluationBatches:
-    """Batches of an evaluation, of which all ranks get equally many, and their gathered results.
+    """Loader of an evaluation that yields the same number of batches on all ranks, and gathers
+    results.
 
-    Collective. It reads two batches ahead, since accelerate wants to know the last one.
+    Collective. It reads two batches ahead, since accelerate needs to know which batch is the last
+    one.
 
     Args:
         engine: The engine of the model.
         loader: The loader of this rank.
 
     Attributes:
-        end_of_dataloader: the batch is the last one on all ranks (accelerate's name).
-        remainder: accelerate's, for an unknown number of samples.
+        end_of_dataloader: Whether the current batch is the last one on all ranks; accelerate reads
+            it.
+        remainder: The attribute of accelerate's loaders. -1: the number of samples is unknown.
     """
 
     def __init__(self, engine: Engine, loader: Any) -> None:
@@ -134,7 +138,7 @@ class EvaluationBatches:
         self.remainder = -1
         self._engine = engine
         self._loader = loader
-        self._num = 0  # samples of the batch that count
+        self._num = 0  # number of samples of the batch; 0 if it is repeated
         self._losses: list[tuple[Tensor, int]] = []
         self._total = 0
 
@@ -152,7 +156,7 @@ class EvaluationBatches:
             while step is not None:
                 following = next(steps, None)
                 self.end_of_dataloader = following is None
-                # Accelerate's loader, which is ahead, may have made itself the active one.
+                # Accelerate's loader, which is ahead, may have registered itself as the active one.
                 state._remove_dataloader(self)
                 state._add_dataloader(self)
                 self._num = 0 if step.is_repeated else find_batch_size(step.batch) or 0
@@ -163,15 +167,15 @@ class EvaluationBatches:
             state._remove_dataloader(self)
 
     def add_loss(self, loss: Tensor) -> None:
-        """Note the mean loss of the batch."""
+        """Record the mean loss of the current batch."""
         self._losses.append((loss.detach(), self._num))
 
     def totals(self, *, only_finite: bool) -> tuple[int, float | None]:
-        """Returns the number of samples on all ranks, and the mean of their losses; None: there
-        are none. Collective.
+        """Returns the number of samples on all ranks, and the mean of their losses, or None if
+        there are no losses. Collective.
 
         Args:
-            only_finite: leave out batches whose loss is not.
+            only_finite: Ignore batches whose loss is not finite.
         """
         losses = [(loss.item(), num) for loss, num in self._losses if num]
         group = self._engine.ranks.control_group
@@ -184,7 +188,8 @@ class EvaluationBatches:
         return sum(total for total, _ in found), mean
 
     def gather(self, data: Any, use_gather_object: bool) -> Any:
-        """As accelerate's ``gather_for_metrics``, of the samples that count."""
+        """Gather the samples of the current batch, without repeated ones, as accelerate's
+        ``gather_for_metrics`` does."""
         if use_gather_object or not _has_only_tensors(data):
             if isinstance(data, Tensor | list):
                 return gather_object(data[: self._num])

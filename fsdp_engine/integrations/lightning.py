@@ -1,24 +1,24 @@
 """Lightning: ``Trainer(strategy="fsdp_engine")`` and ``Fabric(strategy="fsdp_engine")``.
 
-Importing this module registers the name with both. (Lightning has no entry points for strategies;
-its entry points for callbacks are read after a Trainer has created its strategy.)
+Importing this module registers the name with both. An import is necessary, because Lightning has no
+entry points for strategies, and reads its entry points for callbacks after a Trainer has created
+its strategy.
 
-The LightningModule itself is sharded, in place, in ``setup``, before optimizers are configured.
-Its steps then run like a forward of the model, so that parameters that they read are unsharded
-([Note: Steps]).
+``setup`` shards the LightningModule in place, before optimizers are configured. Its steps then run
+like a forward of the model, so that the parameters that they read are unsharded ([Note: Steps]).
 
 [Note: Steps]
 ``training_step`` is not ``forward``, so it fires no forward hooks. Therefore a step runs within the
-forward hooks of the model, as a method of :func:`fsdp_engine.register_forward_method` does; but its
-inputs are not cast, because Lightning's precision plugin has cast them already, and targets keep
-their dtype. Under manual optimization ``training_step`` contains many forwards, backwards and
-optimizer steps, so the hooks of modules fire at their own calls, as in a custom loop.
+forward hooks of the model, like a method of :func:`fsdp_engine.register_forward_method`. Its inputs
+are not cast, because Lightning's precision plugin has already cast them, and targets keep their
+dtype. Under manual optimization ``training_step`` contains many forwards, backwards and optimizer
+steps. The hooks of modules then fire when modules are called, as in a custom loop.
 
 [Note: Uneven loaders]
-Where ranks' loaders have different or unknown lengths, all ranks take as many steps as the one with
-most batches. A rank that has run out trains its last batch once more, with weight 0: the loss of a
-step is the mean over the batches that exist. In evaluation it runs no step of the user's, whose
-metrics would count a batch twice, but takes part in the gathers of the others.
+If ranks' loaders have different or unknown lengths, all ranks take as many steps as the rank with
+most batches. A rank without further batches trains a batch again, with weight 0, so that the loss
+of a step is the mean over the batches that exist. In evaluation such a rank does not run the user's
+step, whose metrics would count a batch twice, but takes part in the gathers of the other ranks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ __all__ = ["NAME", "FSDPEngineFabricStrategy", "FSDPEngineStrategy", "consolidat
 
 NAME = "fsdp_engine"
 
-# Lightning's names of a mean over ranks.
+# Lightning's names of the mean over ranks.
 _MEANS = ("mean", "avg", "AVG")
 
 _NO_CHECKPOINT_IO = (
@@ -86,26 +86,26 @@ _NO_CHECKPOINT_IO = (
 
 
 class FSDPEngineStrategy(DDPStrategy):
-    """Trains a LightningModule, sharded by fsdp_engine.
+    """Strategy that trains a LightningModule sharded by fsdp_engine.
 
     Args:
-        strategy: level of the inner axis, as :func:`fsdp_engine.shard` has it.
-        outer_strategy: level of the outer axis.
-        policy: dtypes; None: those of the Trainer's ``precision``.
-        trust: allow objects of any class in checkpoints, which may run arbitrary code.
-        different_modules: ranks may use different modules: ``training_step``, its backward, and
-            steps of evaluation and prediction run within ``engine.together()``, except under manual
-            optimization.
-        process_group_backend: None: nccl on GPUs, gloo on CPUs.
+        strategy: The level of the inner axis, as in ``fsdp_engine.shard``.
+        outer_strategy: The level of the outer axis.
+        policy: The policy of dtypes. None: the dtypes of the Trainer's ``precision``.
+        trust: Allow objects of any class in checkpoints, which may run arbitrary code.
+        different_modules: Allow ranks to use different modules: ``training_step``, its backward,
+            and steps of evaluation and prediction run within ``engine.together()``, except under
+            manual optimization.
+        process_group_backend: The backend of the process group. None: nccl on GPUs, gloo on CPUs.
         timeout: The timeout of collectives, if the strategy creates the process group.
-        accelerator, parallel_devices, cluster_environment, precision_plugin: as in Lightning's
-            strategies; set by the Trainer.
+        accelerator, parallel_devices, cluster_environment, precision_plugin: As in Lightning's
+            strategies; the Trainer sets them.
         **sharding: Other arguments of ``fsdp_engine.shard``: ``mesh``, ``units``, ``options``,
             ``extensions`` and so on. ``initial_values`` is "rank0" by default: as in DDP, all ranks
             start from the values of the first rank.
 
     Raises:
-        TypeError: an argument is unknown.
+        TypeError: An argument is unknown.
     """
 
     strategy_name = NAME
@@ -131,7 +131,8 @@ class FSDPEngineStrategy(DDPStrategy):
         self._trust = trust
         self._different_modules = different_modules
         self._engine: Engine | None = None
-        # Of the batch that is trained or evaluated; None: ranks' loaders are equally long.
+        # The step of the batch that is trained or evaluated; None if all ranks' loaders are equally
+        # long.
         self._step: LoaderStep | None = None
         self._num_mean_losses: Callable[[], int] = lambda: 0
         self._is_apart = False
@@ -150,7 +151,7 @@ class FSDPEngineStrategy(DDPStrategy):
         """The engine of the LightningModule: ``self.trainer.strategy.engine`` in its methods.
 
         Raises:
-            RuntimeError: the Trainer has not set up the model yet.
+            RuntimeError: The Trainer has not set up the model yet.
         """
         if self._engine is None:
             raise RuntimeError(
@@ -161,7 +162,7 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @property
     def precision_plugin(self) -> Precision:
-        """The Trainer's precision plugin, which clips gradients by the engine."""
+        """The Trainer's precision plugin, with clipping of gradients by the engine."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -173,7 +174,7 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Not supported."""
+        """Not supported: reading or setting it raises TypeError."""
         raise TypeError(_NO_CHECKPOINT_IO.format("a use of it"))
 
     @checkpoint_io.setter
@@ -182,33 +183,33 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: checkpoints are read into shards."""
+        """True, because checkpoints are read into shards."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """False: :meth:`load_checkpoint` restores optimizers."""
+        """False, because :meth:`load_checkpoint` restores optimizers."""
         return False
 
     def setup(self, trainer: Trainer) -> None:
-        """Shard the model; configure optimizers over the sharded parameters. Collective.
+        """Shard the model, and configure optimizers over the sharded parameters. Collective.
 
         Raises:
-            TypeError: The module was compiled as a whole by ``torch.compile``, or a callback
-                averages the weights of a copy of it.
-            Exception: see :func:`fsdp_engine.shard`; on all ranks.
+            TypeError: ``torch.compile`` compiled the complete module, or a callback averages the
+                weights of a copy of it.
+            Exception: An error of ``fsdp_engine.shard``. All ranks raise.
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         module, plugin = self.lightning_module, self.precision_plugin
-        if getattr(module, "_compiler_ctx", None) is not None:  # set by Lightning 2.5, 2.6
+        if getattr(module, "_compiler_ctx", None) is not None:  # Lightning 2.5 and 2.6 set it
             raise TypeError(
                 "model: expected a LightningModule that is not compiled as a whole; found one. "
                 "Compile its blocks instead: block.compile()"
             )
         for each in getattr(trainer, "callbacks", ()):
-            # The class is new in Lightning 2.6.
+            # The class is found by its name, because it is new in Lightning 2.6.
             if any(kind.__name__ == "WeightAveraging" for kind in type(each).__mro__):
                 raise TypeError(
                     f"callbacks: expected none that averages a copy of the module, since a sharded "
@@ -230,26 +231,27 @@ class FSDPEngineStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Call ``configure_optimizers``."""
+        """Call ``configure_optimizers``, and prepare the optimizers for sharded parameters."""
         super().setup_optimizers(trainer)
         prepare_optimizers([self.engine], [each for each in self.optimizers if _steps(each)])
 
     def model_to_device(self) -> None:
-        """No-op: the engine allocates shards on their device."""
+        """Do nothing: the engine allocates shards on the device."""
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context in which tensors are created.
+        """Context in which the module's tensors are created.
 
         Args:
-            empty_init: True: on the meta device; ``setup`` initializes shard by shard.
+            empty_init: Create tensors on the meta device. ``setup`` then initializes shard by
+                shard.
         """
         place: AbstractContextManager[Any] = torch.device("meta") if empty_init else nullcontext()
         with place, self.precision_plugin.tensor_init_context():
             yield
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Returns a loader that all ranks iterate equally often: see [Note: Uneven loaders].
+        """Returns a loader with the same number of steps on all ranks; see [Note: Uneven loaders].
         Collective."""
         loader = super().process_dataloader(dataloader)
         return loader if self._engine is None else even_loader(self._engine, loader)
@@ -257,41 +259,42 @@ class FSDPEngineStrategy(DDPStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
-        """Move the batch to the device. The Trainer calls it once for each batch, in order."""
+        """Move the batch to the device, and record its step. The Trainer calls this once for each
+        batch, in order."""
         loaders = self._loaders()
         loader = loaders[dataloader_idx] if dataloader_idx < len(loaders) else None
         self._step = loader.take_step() if isinstance(loader, EvenLoader) else None
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _loaders(self) -> list[Any]:
-        """Loaders of the stage that runs."""
+        """Returns the loaders of the running stage."""
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer._active_loop
         combined = None if loop is None else loop._combined_loader
         return [] if combined is None else list(combined.flattened)
 
     def on_train_start(self) -> None:
-        """Check that uneven loaders are supported."""
+        """Check that the stage can use its loaders if their lengths differ between ranks."""
         super().on_train_start()
         self._check_loaders("training_step")
 
     def on_validation_start(self) -> None:
-        """Check that uneven loaders are supported."""
+        """Check that the stage can use its loaders if their lengths differ between ranks."""
         super().on_validation_start()
         self._check_loaders("validation_step")
 
     def on_test_start(self) -> None:
-        """Check that uneven loaders are supported."""
+        """Check that the stage can use its loaders if their lengths differ between ranks."""
         super().on_test_start()
         self._check_loaders("test_step")
 
     def on_predict_start(self) -> None:
-        """Check that uneven loaders are supported."""
+        """Check that the stage can use its loaders if their lengths differ between ranks."""
         super().on_predict_start()
         self._check_loaders("predict_step")
 
     def _check_loaders(self, name: str) -> None:
-        """Raise on all ranks where uneven loaders are used in a way that is not supported."""
+        """Raise an error on all ranks if uneven loaders are used in an unsupported way."""
         loaders = self._loaders()
         if not any(isinstance(each, EvenLoader) for each in loaders):
             return
@@ -335,10 +338,10 @@ class FSDPEngineStrategy(DDPStrategy):
             return super().backward(closure_loss, *args, **kwargs)
 
     def _weighted(self, loss: Any, step: LoaderStep) -> Any:
-        """Returns the loss whose gradients are those of the mean over batches that exist."""
+        """Scale a loss so that its gradients are those of the mean over the batches that exist."""
         assert self.lightning_module is not None
         if self._num_mean_losses() > 0:
-            return loss  # the user's own mean is
+            return loss  # the user's mean is weighted already
         weight = float(not step.is_repeated)
         if not self.lightning_module.automatic_optimization:
             return loss * (weight * self.engine.ranks.size / step.num_ranks)
@@ -369,7 +372,7 @@ class FSDPEngineStrategy(DDPStrategy):
             return self._evaluate("predict_step", args, kwargs)
 
     def _evaluate(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Run a step; see [Note: Uneven loaders]."""
+        """Run a step of evaluation or prediction. See [Note: Uneven loaders]."""
         step = self._step
         if step is None:
             with self._around_step():
@@ -385,7 +388,8 @@ class FSDPEngineStrategy(DDPStrategy):
             return None if step.is_repeated else self._apart(name, args, kwargs)
 
     def _apart(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Run a step, in which ranks do not communicate if other ranks may not."""
+        """Run a step. Communication in the step raises an error if other ranks may not run the
+        step."""
         may_differ = self._step is not None and name != "training_step"
         self._is_apart = may_differ or self._has_different_modules
         try:
@@ -396,8 +400,9 @@ class FSDPEngineStrategy(DDPStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        """Reduce a tensor over ranks. A mean of integers is fp64: Lightning divides the sums that
-        ``self.log`` has accumulated by the mean of the ranks' numbers of samples."""
+        """Reduce a tensor over ranks. A mean of integers is computed in fp64, because Lightning
+        divides the sums that ``self.log`` has accumulated by the mean of the ranks' numbers of
+        samples."""
         self._check_not_apart(
             "a reduction over ranks, as of self.log(on_step=True, sync_dist=True)"
         )
@@ -406,7 +411,7 @@ class FSDPEngineStrategy(DDPStrategy):
         return super().reduce(tensor, group, reduce_op)
 
     def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Gather a tensor from ranks."""
+        """Gather a tensor from all ranks."""
         self._check_not_apart("all_gather()")
         return super().all_gather(*args, **kwargs)
 
@@ -419,7 +424,7 @@ class FSDPEngineStrategy(DDPStrategy):
             )
 
     def _as_forward(self, name: str, args: Any, kwargs: Any) -> Any:
-        """See [Note: Steps]."""
+        """Run a step within the forward hooks of the model. See [Note: Steps]."""
         step = partial(getattr(self.lightning_module, name), *args, **kwargs)
         hooks = hooks_of(self.engine.model)
         assert hooks is not None
@@ -427,35 +432,36 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context in which a backward is not the last one of its step."""
+        """Context for backwards that are not the last one of an optimizer step."""
         with self.engine.no_sync():
             yield
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """State dict of the module, with sharded weights."""
+        """Returns the state dict of the module, with sharded weights."""
         self._state_weights = super().lightning_module_state_dict()
         return dict(self._state_weights)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Write a folder: all ranks write weights and optimizers, rank 0 all else. Collective.
+        """Write a checkpoint folder. All ranks write weights and optimizers, and rank 0 writes all
+        other entries. Collective.
 
         Args:
-            checkpoint: The checkpoint of the Trainer. Hooks may remove weights, and add other
-                entries.
-            filepath: the folder; that of rank 0 is used.
-            storage_options: must be None.
+            checkpoint: The checkpoint of the Trainer. Hooks may have removed weights and added
+                other entries.
+            filepath: The path of the folder. The path of rank 0 is used.
+            storage_options: Must be None.
 
         Raises:
             TypeError: ``storage_options`` is not None.
-            ValueError: a hook has replaced weights in ``state_dict``.
-            Exception: see :func:`fsdp_engine.save_checkpoint`; on all ranks.
+            ValueError: A hook has replaced weights in ``state_dict``.
+            Exception: An error of ``fsdp_engine.save_checkpoint``. All ranks raise.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None; found {storage_options!r}")
         if self.lightning_module is not None and self.lightning_module.trainer.interrupted:
-            self.engine.reset()  # an exception may have ended a forward half way
+            self.engine.reset()  # an exception may have interrupted a forward
         path = Path(self.broadcast(str(filepath)))
         checkpoint = dict(checkpoint)
         weights = checkpoint.pop("state_dict")
@@ -467,20 +473,20 @@ class FSDPEngineStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read weights, and in ``fit`` optimizers, from a folder, or from a file of Lightning.
+        """Read weights, and in ``fit`` also optimizers, from a folder or from a file of Lightning.
 
         Collective.
 
         Args:
-            checkpoint_path: The file to load; the argument of rank 0 is used. Each rank reads the
-                file of another strategy, and keeps its slices.
-            weights_only: False: allow objects of any class, which may run arbitrary code.
+            checkpoint_path: The path of the folder, or of a file of another strategy, of which each
+                rank keeps its slices. The path of rank 0 is used.
+            weights_only: False allows objects of any class, which may run arbitrary code.
 
         Returns:
-            All other state: loops, callbacks, schedulers.
+            The other state: loops, callbacks, schedulers.
 
         Raises:
-            Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
+            Exception: An error of ``fsdp_engine.load_checkpoint``. All ranks raise.
         """
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
@@ -497,18 +503,18 @@ class FSDPEngineStrategy(DDPStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """No-op: :meth:`load_checkpoint` has loaded it."""
+        """Do nothing: :meth:`load_checkpoint` has loaded the state."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """No-op: :meth:`load_checkpoint` has loaded it."""
+        """Do nothing: :meth:`load_checkpoint` has loaded the state."""
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a folder, or a file."""
+        """Remove the folder or file of a checkpoint."""
         if self.is_global_zero:
             remove_folder(Path(filepath))
 
     def teardown(self) -> None:
-        """Does not move the model, which stays sharded for another stage or Trainer."""
+        """Release resources. The model remains sharded, for another stage or Trainer."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -517,17 +523,17 @@ class FSDPEngineStrategy(DDPStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy by its name."""
+        """Register the strategy under its name."""
         strategy_registry.register(NAME, cls, description="Sharded by fsdp_engine", override=True)
 
 
 class _ClipsByEngine:
-    """Mixin for Lightning's precision plugins: clips by the norm over all ranks in one pass."""
+    """Mixin for Lightning's precision plugins that clips by the norm over all ranks in one pass."""
 
     engine: Engine | None = None
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        """Clip by norm; by torch's function for one of several optimizers."""
+        """Clip gradients by norm, with torch's function if there are several optimizers."""
         if self.engine is not None and has_all_gradients(self.engine, optimizer):
             self.engine.clip_grad_norm_(clip_val)
         else:
@@ -559,8 +565,8 @@ _CLIPPING: dict[type, type[Any]] = {
 
 
 def _clipping_by_engine(plugin: Precision) -> Precision:
-    """Returns a copy of a precision plugin that clips by the engine. Plugins of other classes are
-    returned unchanged; they clip by torch's function, with the same result."""
+    """Returns a copy of a precision plugin that clips with the engine. Plugins of other classes are
+    returned unchanged; they clip with torch's function, which has the same result."""
     kind = _CLIPPING.get(type(plugin))
     if kind is None:
         return plugin
@@ -570,7 +576,7 @@ def _clipping_by_engine(plugin: Precision) -> Precision:
 
 
 def _kept_of(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> Callable[[str, Any], bool]:
-    """Predicate of the entries that hooks have not removed from a ``state_dict``."""
+    """Returns a predicate of the entries that hooks have not removed from a ``state_dict``."""
     if others := [name for name, value in weights.items() if shown.get(name) is not value]:
         raise ValueError(
             "state_dict: expected hooks to leave out entries at most, since all ranks save their "
@@ -581,7 +587,7 @@ def _kept_of(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> Callable[[
 
 
 def _steps(optimizer: Optimizer) -> bool:
-    """Whether an object is an optimizer, and not Lightning's placeholder for none."""
+    """Returns whether an object is an optimizer, and not Lightning's placeholder for none."""
     return bool(optimizer.param_groups)
 
 
@@ -595,18 +601,18 @@ def _metrics_to(module: nn.Module, device: torch.device) -> None:
 
 
 def consolidate(folder: str | Path, file: str | Path, *, trust: bool = False) -> None:
-    """Convert a checkpoint's folder to one file in Lightning's format, without ranks.
+    """Convert a checkpoint's folder to one file in Lightning's format, without a process group.
 
     ``MyModule.load_from_checkpoint(file)`` and any Trainer can read it. Requires host memory for
     all weights and optimizer state.
 
     Args:
-        folder: the checkpoint.
-        file: to write.
-        trust: allow objects of any class, which may run arbitrary code.
+        folder: The path of the checkpoint.
+        file: The path of the file to write.
+        trust: Allow objects of any class, which may run arbitrary code.
 
     Raises:
-        Exception: see :func:`fsdp_engine.load_checkpoint`.
+        Exception: The checkpoint cannot be read, or the file cannot be written.
     """
     torch.save(read_whole(Path(folder), trust), file)
 

@@ -1,4 +1,4 @@
-"""``Fabric(strategy="fsdp_engine")``; see ``lightning.py``, which registers it."""
+"""The strategy of ``Fabric(strategy="fsdp_engine")``. Importing ``lightning.py`` registers it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ with naming_extra():
 
 
 class _Forward(nn.Module):
-    """Calls the sharded module. Fabric calls other methods through its forward:
-    ``model.mark_forward_method("generate")``."""
+    """Module that calls the sharded module. Fabric calls methods that are marked with
+    ``model.mark_forward_method("generate")`` through the forward of this module."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -53,22 +53,21 @@ class _Forward(nn.Module):
 
 
 class FSDPEngineFabricStrategy(DDPStrategy):
-    """Shards the modules of ``fabric.setup``.
+    """Strategy that shards the modules of ``fabric.setup``.
 
     Args:
-        strategy: level of the inner axis, as :func:`fsdp_engine.shard` has it.
-        outer_strategy: level of the outer axis.
-        policy: dtypes; None: those of Fabric's ``precision``.
-        trust: allow objects of any class in checkpoints, which may run arbitrary code.
-        process_group_backend: None: nccl on GPUs, gloo on CPUs.
+        strategy: The level of the inner axis, as in ``fsdp_engine.shard``.
+        outer_strategy: The level of the outer axis.
+        policy: The policy of dtypes. None: the dtypes of Fabric's ``precision``.
+        trust: Allow objects of any class in checkpoints, which may run arbitrary code.
+        process_group_backend: The backend of the process group. None: nccl on GPUs, gloo on CPUs.
         timeout: The timeout of collectives, if the strategy creates the process group.
-        accelerator, parallel_devices, cluster_environment, precision: as in Lightning's
-            strategies; set by Fabric.
-        **sharding: other arguments of :func:`fsdp_engine.shard`; see
-            :class:`~fsdp_engine.integrations.lightning.FSDPEngineStrategy`.
+        accelerator, parallel_devices, cluster_environment, precision: As in Lightning's strategies;
+            Fabric sets them.
+        **sharding: Other arguments of ``fsdp_engine.shard``, as for ``FSDPEngineStrategy``.
 
     Raises:
-        TypeError: an argument is unknown.
+        TypeError: An argument is unknown.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Precision:
-        """Fabric's."""
+        """Fabric's precision plugin."""
         return super().precision
 
     @precision.setter
@@ -113,7 +112,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Not supported."""
+        """Not supported: reading or setting it raises TypeError."""
         raise TypeError("checkpoint_io: expected no use of it; found one")
 
     @checkpoint_io.setter
@@ -131,11 +130,11 @@ class FSDPEngineFabricStrategy(DDPStrategy):
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
-        """Shard a module; its optimizers hold the sharded parameters afterwards. Collective.
+        """Shard a module. Its optimizers hold the sharded parameters afterwards. Collective.
 
         Raises:
-            ValueError: an optimizer has stepped, or has parameters of other modules; on all ranks,
-                before anything is changed.
+            ValueError: An optimizer has stepped, or has parameters of other modules. All ranks
+                raise, before anything is changed.
         """
         names = {id(param): name for name, param in module.named_parameters()}
         with self._arguments.reporting():
@@ -152,13 +151,14 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """No-op: the engine allocates shards on their device."""
+        """Do nothing: the engine allocates shards on the device."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
         """Context in which a module is created.
 
         Args:
-            empty_init: True: on the meta device; ``setup`` initializes shard by shard.
+            empty_init: Create tensors on the meta device. ``setup`` then initializes shard by
+                shard.
         """
         stack = ExitStack()
         if empty_init:
@@ -178,7 +178,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Clip by norm, over all ranks. Collective."""
+        """Clip gradients by their norm over all ranks. Collective."""
         engine = engine_of(_unwrapped(module))
         if engine is None or not has_all_gradients(engine, optimizer):
             return super().clip_gradients_norm(
@@ -194,18 +194,20 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Implements ``fabric.save``: all ranks write one folder. Collective.
+        """Implement ``fabric.save``: all ranks write into one folder. Collective.
 
         Args:
-            path: the folder; that of rank 0 is used.
-            state: modules and optimizers that were set up, and other values by name.
-            storage_options: must be None.
-            filter: predicates of the entries to save, by names of modules and dicts in ``state``.
+            path: The path of the folder. The path of rank 0 is used.
+            state: Modules and optimizers that were set up, and other values by name.
+            storage_options: Must be None.
+            filter: Predicates of the entries to save, by the names of modules and dicts in
+                ``state``.
 
         Raises:
             TypeError: ``storage_options`` is not None.
-            ValueError: there is no module that was set up, or a filter for an optimizer.
-            Exception: see :func:`fsdp_engine.save_checkpoint`; on all ranks.
+            ValueError: ``state`` contains no module that was set up, or there is a filter for an
+                optimizer.
+            Exception: An error of ``fsdp_engine.save_checkpoint``. All ranks raise.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None; found {storage_options!r}")
@@ -214,7 +216,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         if refused := sorted(filters.keys() & parts.optimizers.keys()):
             raise ValueError(f"filter: expected names of modules and dicts; found {refused}")
         extra = {name: _state_of(value) for name, value in parts.others.items()}
-        # Filters may communicate.
+        # Filters may communicate, so all ranks call them in the same order.
         for name in sorted(filters.keys() & extra.keys()):
             extra[name] = {k: v for k, v in extra[name].items() if filters[name](k, v)}
         folder = Path(self.broadcast(str(path)))
@@ -228,24 +230,25 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Implements ``fabric.load`` and ``fabric.load_raw``. Collective.
+        """Implement ``fabric.load`` and ``fabric.load_raw``. Collective.
 
         Args:
-            path: a folder, or a file of another strategy, of which each rank keeps its slices; that
-                of rank 0 is used.
-            state: a module that was set up: load weights only. Or as for :meth:`save_checkpoint`;
-                values without a state (numbers, texts) are replaced in it.
-            strict: require that the checkpoint contains everything in ``state``, and that it fits.
+            path: The path of a folder, or of a file of another strategy, of which each rank keeps
+                its slices. The path of rank 0 is used.
+            state: A module that was set up, to load only weights, or a dict as for
+                :meth:`save_checkpoint`. Values in the dict that have no state (numbers, strings)
+                are replaced.
+            strict: Require that the checkpoint contains all entries of ``state`` and that they fit.
                 False: load the entries that fit.
-            weights_only: False: allow objects of any class, which may run arbitrary code.
+            weights_only: False allows objects of any class, which may run arbitrary code.
 
         Returns:
-            All other entries.
+            The other entries of the checkpoint.
 
         Raises:
             KeyError: ``state`` has a name that the checkpoint does not contain.
-            ValueError: there is no module that was set up.
-            Exception: see :func:`fsdp_engine.load_checkpoint`; on all ranks.
+            ValueError: ``state`` contains no module that was set up.
+            Exception: An error of ``fsdp_engine.load_checkpoint``. All ranks raise.
         """
         parts = _Parts({"": state} if isinstance(state, nn.Module | Optimizer) else state or {})
         trust = self._trust or weights_only is False
@@ -269,18 +272,18 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return found
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """State dict of a module, with sharded weights."""
+        """Returns the state dict of a module, with sharded weights."""
         return super().get_module_state_dict(_unwrapped(module))
 
     def load_module_state_dict(
         self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True
     ) -> None:
-        """Load sharded or unsharded weights."""
+        """Load sharded or unsharded weights into a module."""
         super().load_module_state_dict(_unwrapped(module), state_dict, strict)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy by its name."""
+        """Register the strategy under its name."""
         strategy_registry.register(
             "fsdp_engine", cls, description="Sharded by fsdp_engine", override=True
         )
@@ -292,7 +295,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         return engine
 
     def _load_file(self, path: Path, parts: _Parts, strict: bool, trust: bool) -> dict[str, Any]:
-        """Load weights and states of optimizers from a plain file; returns other entries."""
+        """Load weights and states of optimizers from a plain file. Returns the other entries."""
         with self._agreed("load()", parts):
             found = torch.load(path, map_location="cpu", mmap=True, weights_only=not trust)
             if parts.is_bare:
@@ -322,10 +325,10 @@ class FSDPEngineFabricStrategy(DDPStrategy):
 
 
 class _Parts:
-    """Values of a ``state`` of Fabric, by type and name.
+    """The values in a ``state`` of Fabric, by type and name.
 
     Raises:
-        ValueError: no module in it was set up.
+        ValueError: ``state`` contains no module that was set up.
     """
 
     def __init__(self, state: Mapping[str, Any]) -> None:
@@ -353,7 +356,7 @@ class _Parts:
         return self.engines if len(self.engines) > 1 else next(iter(self.engines.values()))
 
     def keeps(self, filters: Mapping[str, Callable[[str, Any], bool]]) -> Keeps | None:
-        """Predicate of the modules' entries to save; None: all."""
+        """Returns the predicate of the modules' entries to save; None if all are saved."""
         if not filters.keys() & self.engines.keys():
             return None
         if len(self.engines) == 1:
@@ -393,7 +396,7 @@ def _check_names(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 
 
 def _check_fresh(optimizer: Optimizer, names: Mapping[int, str]) -> None:
-    """Check that an optimizer has no state, and only parameters of the module."""
+    """Check that an optimizer has no state and only parameters of the module."""
     if optimizer.state:
         raise ValueError(
             f"optimizer: expected a {type(optimizer).__name__} that has no state yet; found one "

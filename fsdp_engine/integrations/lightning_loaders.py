@@ -1,7 +1,7 @@
-"""Loaders of Lightning's Trainer that end at different times on different ranks.
+"""Gives all ranks of Lightning's Trainer the same number of steps if their loaders differ.
 
-The Trainer gets a loader that all ranks iterate equally often. Its strategy asks it for the step
-that a batch belongs to, in the order in which the Trainer has taken batches.
+The Trainer gets an :class:`EvenLoader`, which yields the same number of batches on all ranks. Its
+strategy takes the step of each batch from the loader, in the order of the batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _BY_RANK = "fsdp_engine: by rank"
 
 @runtime_checkable
 class _Stateful(Protocol):
-    """A loader that saves its place."""
+    """A loader whose position can be saved."""
 
     def state_dict(self) -> Any: ...
 
@@ -27,12 +27,12 @@ class _Stateful(Protocol):
 
 
 class EvenLoader:
-    """Iterates over the batches of a loader, on all ranks as often as on the one that has most.
+    """Loader that yields as many batches on each rank as the longest loader of any rank has.
 
     Args:
         engine: The engine of the model.
         loader: The loader of this rank.
-        length: The length of the longest one; None: unknown.
+        length: The length of the longest loader. None: unknown.
     """
 
     def __init__(self, engine: Engine, loader: Any, length: int | None) -> None:
@@ -43,13 +43,13 @@ class EvenLoader:
         self._lacks_batches = False
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # Lightning looks for iterators and workers of torch's loaders
+        if name.startswith("_"):  # Lightning looks for private attributes of torch's loaders
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     @property
     def worker_init_fn(self) -> Any:
-        """Of the loader."""
+        """The attribute of the loader, which Lightning sets."""
         return self._loader.worker_init_fn
 
     @worker_init_fn.setter
@@ -73,12 +73,12 @@ class EvenLoader:
 
     @property
     def lacks_batches(self) -> bool:
-        """Whether a rank had no batch at all when the loader was iterated last."""
+        """Whether some rank had no batch at all in the last iteration."""
         return self._lacks_batches
 
     def take_step(self) -> LoaderStep | None:
-        """Returns the step of the next batch that the Trainer trains or evaluates; None: it has
-        taken none."""
+        """Returns the step of the next batch that the Trainer trains or evaluates; None if it has
+        taken no batch."""
         return self._given.popleft() if self._given else None
 
     def _batches(self) -> Iterator[Any]:
@@ -86,24 +86,26 @@ class EvenLoader:
 
 
 class StatefulEvenLoader(EvenLoader):
-    """The same, of a loader that saves its place."""
+    """An :class:`EvenLoader` for a loader whose position can be saved."""
 
     def __init__(self, engine: Engine, loader: Any, length: int | None) -> None:
         super().__init__(engine, loader, length)
         self._state: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks' loaders, after the batches that were given last: loaders are one
-        ahead. Collective. (Lightning saves the first rank's state alone.)"""
+        """Returns the states of all ranks' loaders after the batches that were yielded last. (The
+        loaders themselves are one batch ahead.) Contains all ranks' states, because Lightning saves
+        only the first rank's result. Collective."""
         state = self._loader.state_dict() if self._state is None else self._state
         group = self._engine.ranks.control_group
         return {_BY_RANK: agree("state_dict() of a loader", None, group, state)}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue from :meth:`state_dict` of as many ranks, or from a state of the loader.
+        """Restore a result of :meth:`state_dict` of the same number of ranks, or a state of the
+        loader.
 
         Raises:
-            ValueError: it is from another number of ranks.
+            ValueError: The number of ranks differs.
         """
         self._state = None
         ranks = self._engine.ranks
@@ -128,7 +130,7 @@ class StatefulEvenLoader(EvenLoader):
 
 
 def even_loader(engine: Engine, loader: Any) -> Any:
-    """Returns ``loader`` if all ranks' loaders have one known length, else an
+    """Returns ``loader`` if all ranks' loaders have the same known length, else an
     :class:`EvenLoader`. Collective."""
     length = length_of(loader)
     lengths = agree("dataloader", None, engine.ranks.control_group, length)

@@ -1,4 +1,4 @@
-"""Steps that all ranks take with loaders of different lengths, for trainers."""
+"""The interface of steps that all ranks take with loaders of different lengths, for trainers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any, Protocol
 
 
 class LoaderStep(Protocol):
-    """What ``engine.even_steps`` yields.
+    """A step of ``engine.even_steps``.
 
     Attributes:
-        batch: The batch of this rank's loader, or of another rank's if it has none.
-        is_repeated: this rank has run out, and others have not.
-        num_ranks: ranks that have not.
+        batch: The batch of this rank's loader, or of another rank's loader if this rank has no
+            batch.
+        is_repeated: Whether this rank has no batches left, but other ranks have.
+        num_ranks: The number of ranks that have a batch in this step.
     """
 
     batch: Any
@@ -20,7 +21,7 @@ class LoaderStep(Protocol):
 
 
 def length_of(loader: Any) -> int | None:
-    """Returns the length of a loader or data set; None: it has none."""
+    """Returns the length of a loader or data set; None if it has no length."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError, AttributeError):

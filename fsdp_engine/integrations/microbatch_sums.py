@@ -1,13 +1,12 @@
-"""Sums over microbatches in one order, whichever replica trains which.
+"""Sums over microbatches in an order that does not depend on which replica trains them.
 
-Floating-point addition is not associative. Microbatches are summed along a binary tree over their
-numbers, whose nodes are aligned blocks. With 7 of them:
+Floating-point addition is not associative, so the order must be fixed. Microbatches are summed
+along a binary tree over their numbers, whose nodes are aligned blocks. With 7 microbatches:
 
     ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)
 
-A replica trains a range of numbers and sums the nodes that are within it, at most
-2 log2(its microbatches) of them. The sums of nodes of all replicas are then added in the order of
-the tree.
+A replica trains a range of numbers, and sums the nodes that are within the range: at most 2 log2(n)
+nodes for n microbatches. The nodes of all replicas are then summed in the order of the tree.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from torch import Tensor
 
 from fsdp_engine.memory import allocator
 
-# Of a buffer, exchanged at a time.
+# Number of elements of a buffer that are exchanged at once.
 _CHUNK_NUMEL = 1 << 22
 
 
 def share_of(replica: int, num_replicas: int, num_microbatches: int) -> range:
-    """The numbers of the microbatches that a replica trains."""
+    """Returns the numbers of the microbatches that a replica trains."""
     return range(
         replica * num_microbatches // num_replicas,
         (replica + 1) * num_microbatches // num_replicas,
@@ -36,7 +35,7 @@ def share_of(replica: int, num_replicas: int, num_microbatches: int) -> range:
 
 @dataclass
 class _Node:
-    """The sum of the microbatches ``start`` to ``stop - 1``; without tensors only its place."""
+    """The sum of the microbatches ``start`` to ``stop - 1``; without tensors only its position."""
 
     start: int
     stop: int
@@ -44,7 +43,7 @@ class _Node:
 
 
 class MicrobatchSums:
-    """Sums of tensors of consecutive microbatches, as nodes of the tree.
+    """The sums of tensors of consecutive microbatches, as nodes of the tree.
 
     Args:
         num_microbatches: The number of microbatches of all replicas.
@@ -56,16 +55,16 @@ class MicrobatchSums:
 
     @property
     def sums(self) -> list[Sequence[Tensor]]:
-        """Of each node, in their order."""
+        """The tensors of each node, in the order of nodes."""
         return [node.tensors for node in self._nodes]
 
     def add(self, start: int, stop: int, tensors: Sequence[Tensor] = ()) -> None:
         """Add the next node.
 
         Args:
-            start: its first microbatch, the one after those that were added.
-            stop: the one after its last.
-            tensors: their sums, which this object owns and changes.
+            start: The first microbatch of the node, which follows the last one that was added.
+            stop: The microbatch after the last one of the node.
+            tensors: The sums over the microbatches of the node. This object owns and changes them.
         """
         self._nodes.append(_Node(start, stop, tensors))
         while len(self._nodes) > 1 and self._are_siblings(*self._nodes[-2:]):
@@ -81,12 +80,13 @@ class MicrobatchSums:
         return is_whole and left.start % (2 * size) == 0
 
     def places(self) -> list[tuple[int, int]]:
-        """``start`` and ``stop`` of each node."""
+        """Returns ``start`` and ``stop`` of each node."""
         return [(node.start, node.stop) for node in self._nodes]
 
 
 def nodes_of(numbers: Iterable[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """``start`` and ``stop`` of the nodes that the consecutive ``numbers`` are summed to."""
+    """Returns ``start`` and ``stop`` of the nodes to which the consecutive ``numbers`` are
+    summed."""
     sums = MicrobatchSums(num_microbatches)
     for number in numbers:
         sums.add(number, number + 1)
@@ -101,11 +101,12 @@ def sum_over_replicas(
     results: Sequence[Tensor],
     num_microbatches: int,
 ) -> None:
-    """Sum nodes of all replicas along the tree, into ``results`` (1-D). Collective over ``group``.
+    """Sum the nodes of all replicas along the tree, into ``results`` (1-D). Collective over
+    ``group``.
 
-    Each replica gets one part of all nodes, sums it and sends it to the others. It sends
-    (n + 1) (R - 1) / R times the elements, with n nodes of its own and R replicas; an all-reduce
-    sends 2 (R - 1) / R times the elements.
+    Each replica receives one part of all nodes, sums it and sends the sum to all replicas. With n
+    nodes of its own and R replicas, a replica sends (n + 1) (R - 1) / R times the elements. An
+    all-reduce sends 2 (R - 1) / R times the elements.
     """
     places = [
         nodes_of(share_of(each, num_replicas, num_microbatches), num_microbatches)

@@ -1,4 +1,4 @@
-"""Steps of a trainer around ``shard``: arguments, existing optimizers, compilation."""
+"""Checks arguments of ``shard`` for trainers, prepares their optimizers, and compiles units."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fsdp_engine.sharding import WHAT, shard
 
 
 def check_num_processes(found: int, advice: str) -> None:
-    """Check that accelerate counts the ranks of the job.
+    """Check that accelerate has found all ranks of the job.
 
     Args:
         found: The number of processes of accelerate.
-        advice: How to make it count the ranks on CPUs.
+        advice: The argument that makes accelerate count the ranks on CPUs, for the message.
 
     Raises:
-        ValueError: It counts other ones. Under torchrun on CPUs it counts a single process, unless
-            it is told to use CPUs, and all ranks would train on the same batches.
+        ValueError: The numbers differ. Under torchrun on CPUs accelerate counts a single process
+            unless it is told to use CPUs, and all ranks would train on the same batches.
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     expected = dist.get_world_size() if dist.is_initialized() else launched
@@ -54,12 +54,13 @@ def _check_names(
     kind: type[Exception],
     replaced: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Check names of arguments of ``fsdp_engine.shard``, the deprecated ones included.
+    """Check names of arguments of ``fsdp_engine.shard``, including deprecated ones.
 
     Args:
-        of: The trainer's argument that has them, for the error.
+        of: The name of the trainer's argument that contains them, for the error.
         kind: The class of the error.
-        replaced: Arguments that the trainer has under another name.
+        replaced: The trainer's names of arguments that have another name in ``shard``, by that
+            name.
 
     Raises:
         Exception: A name is not an argument.
@@ -78,8 +79,8 @@ def checked_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the arguments of a trainer's ``shard`` as a dict.
 
     Raises:
-        TypeError: it is not a mapping.
-        ValueError: a name is not an argument of ``fsdp_engine.shard``.
+        TypeError: ``arguments`` is not a mapping.
+        ValueError: A name is not an argument of ``fsdp_engine.shard``.
     """
     if arguments is None:
         return {}
@@ -93,11 +94,11 @@ def checked_arguments(arguments: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_not_stepped(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Check that optimizers of the model's parameters have no state, so that their parameters can
-    be replaced by sharded ones.
+    """Check that optimizers of the model's parameters have no state. Only then can sharded
+    parameters replace their parameters.
 
     Raises:
-        ValueError: an optimizer has state.
+        ValueError: An optimizer has state.
     """
     own = {id(param) for param in model.parameters()}
     for optimizer in optimizers:
@@ -139,8 +140,8 @@ def compile_units(engine: Engine, options: dict[str, Any]) -> None:
             module.compile(**options)
 
 
-# By Lightning's names of precisions. "mixed": autocast, and fp32 main weights. "true": all tensors
-# have this dtype.
+# The policy for each of Lightning's precisions. "mixed" means autocast and fp32 main weights.
+# "true" means that all tensors have the dtype.
 POLICIES: dict[str, MixedPrecisionPolicy] = {
     "32-true": MixedPrecisionPolicy(),
     "64-true": MixedPrecisionPolicy(),
@@ -152,14 +153,14 @@ POLICIES: dict[str, MixedPrecisionPolicy] = {
 
 
 class EngineArguments:
-    """Arguments of :func:`~fsdp_engine.shard`, stored until the model exists.
+    """Arguments of ``fsdp_engine.shard``, which are stored until the model exists.
 
     Args:
-        policy: dtypes; None: those of the trainer's precision.
-        arguments: other arguments of ``shard`` by name.
+        policy: The policy of dtypes. None: the dtypes of the trainer's precision.
+        arguments: Other arguments of ``shard`` by name.
 
     Raises:
-        TypeError: an argument is unknown.
+        TypeError: An argument is unknown.
     """
 
     def __init__(self, policy: MixedPrecisionPolicy | None, arguments: Mapping[str, Any]) -> None:
@@ -176,10 +177,10 @@ class EngineArguments:
             yield
 
     def check_precision(self, precision: str) -> None:
-        """Check that the dtypes are determined.
+        """Check that the policy or the precision determines the dtypes.
 
         Raises:
-            ValueError: there is no policy, and the precision is unknown.
+            ValueError: There is no policy, and the precision is unknown.
         """
         if self._policy is None and precision not in POLICIES:
             raise ValueError(
@@ -189,15 +190,15 @@ class EngineArguments:
             )
 
     def engine_for(self, model: nn.Module, precision: str) -> Engine:
-        """Returns the model's engine; shards the model if it has none. Collective.
+        """Shard the model, unless it is already sharded, and return its engine. Collective.
 
         Args:
-            model: any module.
+            model: Any module.
             precision: Lightning's name of the precision.
 
         Raises:
-            Exception: see :func:`~fsdp_engine.shard`; on all ranks.
-            ValueError: see :meth:`check_precision`.
+            Exception: An error of ``fsdp_engine.shard``. All ranks raise.
+            ValueError: An error of :meth:`check_precision`.
         """
         engine = engine_of(model)
         if engine is not None and engine.model is model:
@@ -211,7 +212,7 @@ def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer
     """Check the optimizers' parameters, and pass the optimizers to ``shard_optimizer``. Collective.
 
     Raises:
-        ValueError, TypeError: an optimizer has parameters that are not sharded by the engines.
+        ValueError, TypeError: An optimizer has parameters that are not sharded by the engines.
     """
     error: Exception | None = None
     try:
@@ -229,19 +230,19 @@ def prepare_optimizers(engines: Sequence[Engine], optimizers: Sequence[Optimizer
 
 
 def shard_if_possible(optimizer: Any) -> None:
-    """``shard_optimizer``, except for optimizers with ``differentiable=True``, and for objects that
-    are no optimizers of torch: these step as they are. Collective.
+    """Call ``shard_optimizer``, except for optimizers with ``differentiable=True`` and objects that
+    are not optimizers of torch. These step unchanged. Collective.
 
     Raises:
-        ValueError: see :func:`~fsdp_engine.shard_optimizer`.
+        ValueError: An error of ``fsdp_engine.shard_optimizer``.
     """
     if isinstance(optimizer, Optimizer) and not optimizer.defaults.get("differentiable"):
         shard_optimizer(optimizer)
 
 
 def has_all_gradients(engine: Engine, optimizer: Optimizer) -> bool:
-    """Whether the optimizer has all parameters of the engine that may have gradients, including
-    currently frozen ones, which may have gradients of an earlier backward."""
+    """Returns whether the optimizer has all parameters of the engine that may have gradients. This
+    includes currently frozen ones, which may have gradients of an earlier backward."""
     own = {id(param) for group in optimizer.param_groups for param in group["params"]}
     return all(
         id(param) in own

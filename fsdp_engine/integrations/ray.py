@@ -1,9 +1,9 @@
-"""Checkpoints of Ray Train, for ``ray.train.report`` and ``get_checkpoint``.
+"""``RayCheckpoints``: checkpoints for ``ray.train.report`` and ``get_checkpoint`` of Ray Train.
 
 Each worker writes its slices into a local folder and reports it. Ray uploads the files of all
 workers into one folder of its storage (a shared file system, S3, ...), and registers the checkpoint
-when all workers have reported. Nothing is gathered, and if a worker is killed during a save, the
-previous checkpoint stays the latest.
+when all workers have reported. Nothing is gathered. If a worker is killed during a save, the
+previous checkpoint remains the latest.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ with naming_extra():
 class RayCheckpoints:
     """Saves a run into the storage of Ray Train, and restores it.
 
-    For the function that ``TorchTrainer`` runs on each worker. All methods are collective: every
-    worker calls them, in the same order. A folder in the storage has the format of
-    :class:`~fsdp_engine.checkpoint.checkpointer.Checkpointer`. Ray removes old checkpoints
+    Use it in the function that ``TorchTrainer`` runs on each worker. All methods are collective:
+    every worker calls them, in the same order. A folder in the storage has the format of
+    ``fsdp_engine.Checkpointer``. Ray removes old checkpoints
     (``ray.train.CheckpointConfig(num_to_keep=...)``).
 
     Args:
-        engine: result of :func:`~fsdp_engine.sharding.shard`, over all workers; or a dict of
-            several.
-        optimizer: one or several over the parameters of all engines; None: weights only.
-        extra: objects with ``state_dict()`` and ``load_state_dict()`` by name: scheduler, data
-            position. Each rank saves its own.
+        engine: The result of ``fsdp_engine.shard`` over all workers, or a dict of several engines.
+        optimizer: One optimizer, or several, over the parameters of all engines. None: only weights
+            are saved.
+        extra: Objects with ``state_dict()`` and ``load_state_dict()``, by name: scheduler, data
+            position. Each rank saves the state of its own objects.
 
     Raises:
         TypeError, ValueError: ``engine`` or ``extra`` has a wrong type or value.
@@ -58,18 +58,18 @@ class RayCheckpoints:
         self._control = self._run.ranks.control_group
 
     def report(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Save the current state and report it; returns when it is in the storage.
+        """Save the current state and report it. Returns when the checkpoint is in the storage.
 
         Args:
-            metrics: numbers and texts by name. Ray keeps those of rank 0, and ``step``.
-            step: number of the training step, at least 0, the same on all ranks.
+            metrics: Numbers and strings by name. Ray keeps those of rank 0, and ``step``.
+            step: The number of the training step, at least 0, which must be equal on all ranks.
 
         Raises:
-            ValueError, TypeError, RuntimeError: nothing was written: ``step`` is no such number or
-                differs between ranks, the engine is not at rest, or the optimizer is not the
-                engine's. Or writing failed on some rank.
+            ValueError, TypeError, RuntimeError: ``step`` is not such a number or differs between
+                ranks, a forward or backward is running, the optimizer does not belong to the
+                engine, or writing failed on some rank.
 
-        Each error is raised on all ranks; Ray's latest checkpoint stays.
+        All ranks raise each error, and Ray's latest checkpoint remains.
         """
         what = f"report of step {step!r}"
         entries: dict[str, Any] = {}
@@ -101,14 +101,14 @@ class RayCheckpoints:
         If the storage is not a file system, Ray downloads it once to each machine.
 
         Args:
-            strict, verify, trust: see :meth:`.Checkpointer.load`.
+            strict, verify, trust: The arguments of ``Checkpointer.load``.
 
         Returns:
-            The step and ``extra`` of the checkpoint; None: there is no checkpoint yet.
+            The step and ``extra`` of the checkpoint; None if there is no checkpoint yet.
 
         Raises:
-            FileNotFoundError, ValueError, RuntimeError: see :meth:`.Checkpointer.load`; on every
-                rank.
+            FileNotFoundError, ValueError, RuntimeError: Errors of ``Checkpointer.load``. All ranks
+                raise.
         """
         what = "load of Ray's latest checkpoint"
         error: Exception | None = None

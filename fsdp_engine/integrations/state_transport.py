@@ -1,16 +1,16 @@
-"""Sends a replica's state from memory to memory, over TCP.
+"""Sends the state of a replica from memory to memory, over TCP.
 
-A rank that has state to give listens on a port. A rank that needs it connects, names the step, and
-gets:
+A rank that offers its state listens on a port. A rank that needs the state connects, sends the
+number of the step, and receives:
 
     8 bytes             length of the header
     header              pickled: dtypes and shapes of tensors; the state with numbers for tensors
     tensors             their bytes, one after the other
     8 bytes             ``_END``
 
-Tensors on the CPU are sent from where they are and received into memory that they keep. There is
-one connection for each pair of ranks. Both sides fail if no byte has moved for ``timeout`` seconds,
-or at once if the other process has ended.
+Tensors on the CPU are sent without a copy, and received into their final memory. There is one
+connection for each pair of ranks. Both sides fail if no byte is transferred for ``timeout``
+seconds, or immediately if the other process has ended.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ _logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("!q")
 _END = b"complete"
-# Of a call of the socket, and of a device's tensor that is copied at a time.
+# Maximum number of bytes that one call of the socket receives, or that are copied from a device at
+# once.
 _CHUNK_BYTES = 1 << 22
 
 
 class StateTransport(CheckpointTransport):  # type: ignore[misc]
-    """Of one rank.
+    """The transport of one rank, which sends and receives state.
 
     Args:
-        timeout: seconds without a byte after which a transfer fails.
+        timeout: Seconds without a byte after which a transfer fails.
     """
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timeout
         self._changed = threading.Condition()
-        # The offered step with its header and tensors; None: weights may change.
+        # The offered step with its header and tensors. None: there is no offer, and weights may
+        # change.
         self._offer: tuple[int, bytes, list[Tensor]] | None = None
-        # The steps that receivers have asked for and that may still be offered.
+        # The steps that connected receivers wait for.
         self._requests: dict[socket.socket, int] = {}
         self._connections: list[socket.socket] = []
         is_dual = socket.has_dualstack_ipv6()
@@ -67,13 +69,13 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         threading.Thread(target=self._accept, daemon=True, name="state_transport").start()
 
     def metadata(self) -> str:
-        """Returns the address, for :meth:`recv_checkpoint` of other replicas."""
+        """Returns the address of this rank, for :meth:`recv_checkpoint` of other replicas."""
         return self._address
 
     def send_checkpoint(
         self, dst_ranks: list[int], step: int, state_dict: dict[str, Any], timeout: timedelta
     ) -> None:
-        """Offer ``state_dict``, until :meth:`disallow_checkpoint`. Returns at once."""
+        """Offer ``state_dict`` until :meth:`disallow_checkpoint`. Returns immediately."""
         tensors: list[Tensor] = []
         body = io.BytesIO()
         _Pickler(body, tensors).dump(state_dict)
@@ -83,10 +85,10 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """End the current step; returns at once.
+        """Withdraw the offer of the current step. Returns immediately.
 
-        Receivers that wait for it are refused: for the offered step or an earlier one or, without
-        an offer, for any. Those that wait for a later step than the offered one still wait.
+        Receivers that wait for the offered step or an earlier one are refused, or all receivers if
+        there is no offer. Receivers that wait for a later step continue to wait.
         """
         with self._changed:
             ended = self._offer[0] if self._offer is not None else math.inf
@@ -95,8 +97,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Wait for the transfers in progress: the tensors may be changed afterwards. Transfers that
-        take longer than the timeout are aborted."""
+        """Withdraw the offer and wait for the transfers in progress, so that the tensors may be
+        changed. Transfers that take longer than the timeout are aborted."""
         self.withdraw()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._connections, self._timeout):
@@ -110,8 +112,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         """Returns the state that the rank at ``metadata`` offers for ``step``.
 
         Raises:
-            ConnectionError, TimeoutError: it has ended, or does not send.
-            RuntimeError: it does not offer that step.
+            ConnectionError, TimeoutError: The other rank has ended, or does not send.
+            RuntimeError: The other rank does not offer that step.
         """
         host, _, port = metadata.rpartition(":")
         seconds = min(timeout.total_seconds(), self._timeout)
@@ -135,7 +137,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         return state
 
     def shutdown(self, wait: bool = True) -> None:
-        """End the server and the transfers."""
+        """Close the server. Transfers in progress continue."""
         try:
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         except OSError:
@@ -146,7 +148,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         while True:
             try:
                 connection, _ = self._server.accept()
-            except OSError:  # shut down
+            except OSError:  # the server was shut down
                 return
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
@@ -156,7 +158,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             try:
                 (step,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
                 with self._changed:
-                    # The receiver may be faster than the sender.
+                    # Wait, because the receiver may connect before the sender offers the step.
                     self._requests[connection] = step
                     self._changed.wait_for(
                         lambda: self._offers(step) or connection not in self._requests,
@@ -187,7 +189,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
 
 
 class _Pickler(pickle.Pickler):
-    """Writes numbers for tensors, which it collects."""
+    """Pickler that writes indices instead of tensors, and collects the tensors."""
 
     def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -210,7 +212,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a tensor on the CPU."""
+    """Returns the memory of a tensor on the CPU."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 

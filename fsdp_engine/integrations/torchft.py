@@ -1,26 +1,27 @@
-"""Replicas of a sharded model that may be lost and come back: torchft around an engine.
+"""``ElasticReplicas``: trains replicas of a sharded model that may be lost and rejoin, with
+torchft.
 
-A replica is a job of its own (a torchrun with its process groups) that trains one engine, at any
-level. torchft's lighthouse knows which replicas are alive. Gradients that a replica has reduced are
-summed over the replicas of the step, and a step is committed only if all sums arrived. Where a
-replica was lost, the others repeat the step with its microbatches. A replica that starts anew gets
-weights, optimizer state and further state from a living one, over the network, while the others
-compute.
+A replica is a separate job (a torchrun with its process groups) that trains one engine, at any
+level. torchft's lighthouse tracks which replicas are alive. Gradients that a replica has reduced
+are summed over the replicas of the step, and a step is committed only if all sums have succeeded.
+If a replica is lost, the others repeat the step, including its microbatches. A replica that is
+restarted gets weights, optimizer state and further state from a living replica, over the network,
+while the others compute.
 
 [Note: One trajectory]
 A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica trains a range of
-them, by the number of replicas in the step, and gradients are divided by ``num_microbatches``. So
-the weights after a step do not depend on how many replicas there were, but for the order in which
-microbatches are summed. With ``fixed_sum_order`` that does not depend on it, either: each
-microbatch is reduced within the replica by itself, and sums follow a tree over all numbers
-(``microbatch_sums.py``).
+them, which depends on the number of replicas in the step, and gradients are divided by
+``num_microbatches``. So the weights after a step do not depend on the number of replicas, except
+for the order in which microbatches are summed. With ``fixed_sum_order`` this order does not depend
+on it either: each microbatch is reduced separately within the replica, and sums follow a tree over
+all numbers (``microbatch_sums.py``).
 
 [Note: Torn states]
-Each rank gets its state by itself. If some ranks of a replica got theirs and others did not, the
-step is not committed. torchft takes the step that any one of them reports for that of the replica,
-and might not send the state again. So after a step that was not committed the ranks compare what
-they have, and report the lowest step if they differ. If no replica has a later one, so that there
-is none to get a state from, they raise.
+Each rank receives its state separately. If only some ranks of a replica have received theirs, the
+step is not committed. torchft uses the step that any rank reports as the step of the replica, and
+might not send the state again. So after a step that was not committed the ranks compare their
+steps, and report the lowest one if they differ. If no replica has a later step, there is no replica
+that could send its state, and the ranks raise an error.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ _WHAT = "ElasticReplicas()"
 
 
 class ElasticReplicas:
-    """Trains one replica of several, of which each may be lost. Collective within the replica: all
-    of its ranks make one, and call its methods in the same order.
+    """Trains one of several replicas, each of which may be lost. Collective within the replica: all
+    of its ranks create this object and call its methods in the same order.
 
     Example::
 
@@ -67,23 +68,28 @@ class ElasticReplicas:
             replicas.commit()
 
     Args:
-        engine: result of :func:`~fsdp_engine.sharding.shard`, over the ranks of this replica.
-        optimizer: over the engine's parameters.
+        engine: The result of ``fsdp_engine.shard`` over the ranks of this replica.
+        optimizer: The optimizer over the engine's parameters.
         num_microbatches: The number of microbatches of a step, over all replicas.
-        min_replicas: a step with fewer is not committed, and is repeated until there are as many.
-        extra: objects with ``state_dict()`` and ``load_state_dict()`` by name, equal on all
-            replicas: schedulers, positions. A replica that starts gets theirs from a living one.
-        fixed_sum_order: weights have the same bits with any number of replicas in any step. Every
-            microbatch needs one backward, and is reduced within the replica by itself. Takes memory
-            for up to log2(the replica's microbatches) + 1 more gradients of this rank.
-        lighthouse: its address, ``http://host:port``; None: ``TORCHFT_LIGHTHOUSE``.
+        min_replicas: The minimum number of replicas. A step with fewer replicas is not committed,
+            and is repeated until there are enough.
+        extra: Objects with ``state_dict()`` and ``load_state_dict()``, by name, whose state is
+            equal on all replicas: schedulers, positions. A replica that starts gets the state from
+            a living one.
+        fixed_sum_order: Sum in a fixed order, so that weights have the same bits with any number of
+            replicas in any step. Each microbatch needs exactly one backward, and is reduced
+            separately within the replica. This needs memory for up to log2(the replica's
+            microbatches) + 1 more gradients of this rank.
+        lighthouse: The address of the lighthouse, ``http://host:port``. None: the environment
+            variable ``TORCHFT_LIGHTHOUSE``.
         name: The name of this replica in torchft's logs.
-        timeout: seconds after which a collective with a replica that is lost fails, if that is not
-            seen at once. A quorum, and the vote on a step, are waited for four times as long.
+        timeout: Seconds after which a collective with a lost replica fails, unless the loss is
+            detected immediately. The timeout of a quorum, and of the vote on a step, is four times
+            as long.
 
     Raises:
         ValueError: ``num_microbatches`` or ``min_replicas`` is below 1, or there is no lighthouse.
-        RuntimeError, TimeoutError: the lighthouse does not answer. On all ranks of the replica.
+        RuntimeError, TimeoutError: The lighthouse does not answer. All ranks of the replica raise.
     """
 
     def __init__(
@@ -118,15 +124,18 @@ class ElasticReplicas:
         self._extra = dict(extra or {})
         self._fixed_sum_order = fixed_sum_order
         self._share = range(0)
-        # Whether this rank got a state in this step, and whether ranks have those of several steps.
+        # Whether this rank received a state in this step, and whether ranks have states of
+        # different steps.
         self._was_loaded = False
         self._is_torn = False
         self._few_since: float | None = None
-        # Of this step's microbatches, and the one whose gradients are not among them yet.
+        # The sums of this step's microbatches, and the microbatch whose gradients are not added
+        # yet.
         self._sums = MicrobatchSums(num_microbatches)
         self._awaited: int | None = None
         ranks, seconds = engine.ranks, timedelta(seconds=timeout)
-        # Of a quorum or a vote: other ranks may be in a collective with a replica that is lost.
+        # The timeout of a quorum or vote is longer, because other ranks may be waiting in a
+        # collective with a lost replica.
         self._patience = 4 * seconds
         kind = ProcessGroupNCCL if is_accelerator(ranks.device) else ProcessGroupGloo
         self._between_replicas = kind(timeout=seconds)
@@ -137,7 +146,8 @@ class ElasticReplicas:
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=min_replicas,
-            # A forward needs the weights of all ranks, of which some may be getting theirs.
+            # A forward needs the weights of all ranks, and some ranks may still be receiving
+            # theirs.
             use_async_quorum=False,
             timeout=seconds,
             quorum_timeout=self._patience,
@@ -148,9 +158,9 @@ class ElasticReplicas:
             checkpoint_transport=self._transport,
             replica_id=name,
         )
-        # The first rank's manager serves those of the others. Its address is in a store that is
-        # made with each start of the replica: one that outlives its processes (torchrun's) would
-        # have the address of the manager before.
+        # The first rank's manager serves the managers of the other ranks. Its address is in a store
+        # that is created at each start of the replica. A store that outlives the processes, such as
+        # torchrun's, would contain the address of an earlier manager.
         error: Exception | None = None
         host = socket.gethostname()
         port = 0
@@ -159,7 +169,7 @@ class ElasticReplicas:
             port = self._store.port
             try:
                 self._manager = make_manager(store_addr=host, store_port=port)
-            except Exception as failed:  # torchft's are of several kinds
+            except Exception as failed:  # torchft raises errors of several classes
                 error = failed
         host, port = agree(_WHAT, error, ranks.control_group, (host, port))[0]
         if ranks.rank > 0:
@@ -168,31 +178,32 @@ class ElasticReplicas:
 
     @property
     def step(self) -> int:
-        """Number of committed steps."""
+        """The number of committed steps."""
         return int(self._manager.current_step())
 
     @property
     def num_replicas(self) -> int:
-        """Replicas that compute this step's gradients."""
+        """The number of replicas that compute this step's gradients."""
         return int(self._manager.num_participants())
 
     def microbatches(self) -> Iterator[int]:
-        """Begin a step, or repeat one that was not committed: iterate over the numbers of the
-        microbatches that this replica trains, each followed by its backward. A replica that has
-        just started gets its state first.
+        """Begin a step, or repeat a step that was not committed. Yields the numbers of the
+        microbatches that this replica trains; the caller runs the backward of each one. A replica
+        that has just started receives its state first.
 
         Raises:
-            ValueError: the state of a living replica is that of another model, sharding or
-                optimizer, or of other arguments.
-            RuntimeError, TimeoutError: the lighthouse does not answer, or there are not enough
-                replicas; or the one was lost from which only some ranks got their state.
+            ValueError: The state of a living replica belongs to another model, sharding or
+                optimizer, or to other arguments.
+            RuntimeError, TimeoutError: The lighthouse does not answer, there are not enough
+                replicas, or only some ranks have received their state because the sending replica
+                was lost.
         """
         manager = self._manager
         self._was_loaded = False
         try:
             manager.start_quorum()
         except Exception:
-            self._between_replicas.abort()  # others do not wait for this one
+            self._between_replicas.abort()  # so that other replicas do not wait for this one
             raise
         if self._is_torn and not self._was_loaded and manager.errored() is None:
             raise RuntimeError(
@@ -201,7 +212,7 @@ class ElasticReplicas:
                 "other replica is left to get it from: start from a checkpoint"
             )
         if manager.errored() is not None:
-            # A replica that awaits this rank's state would hold up the votes of both.
+            # Otherwise a replica that waits for this rank's state would delay the votes of both.
             self._transport.withdraw()
         self._share = share_of(
             manager.participating_rank(), manager.num_participants(), self._num_microbatches
@@ -213,17 +224,18 @@ class ElasticReplicas:
             with nullcontext() if is_synced else self._engine.no_sync():
                 yield number
             if self._fixed_sum_order and self._awaited is not None:
-                self._engine.finish_grad_sync()  # no backward: zeros
+                self._engine.finish_grad_sync()  # there was no backward: reduce zeros
         if not self._share or not self._fixed_sum_order:
-            self._engine.finish_grad_sync()  # without a microbatch: of zeros
+            self._engine.finish_grad_sync()  # reduces zeros if there was no microbatch
 
     def commit(self) -> bool:
-        """End the step: the optimizer steps if the gradients of all replicas arrived, and gradients
-        are cleared. Returns whether it did; if not, the next :meth:`microbatches` repeats the step.
+        """End the step. The optimizer steps if the gradients of all replicas were summed, and
+        gradients are cleared. Returns whether the optimizer stepped; if not, the next
+        :meth:`microbatches` repeats the step.
 
         Raises:
-            TimeoutError: there were fewer than ``min_replicas`` for four times the timeout. On all
-                ranks of the replica.
+            TimeoutError: There were fewer than ``min_replicas`` for four times the timeout. All
+                ranks of the replica raise.
         """
         is_committed = bool(self._manager.should_commit(timeout=self._patience))
         if is_committed:
@@ -232,11 +244,12 @@ class ElasticReplicas:
         else:
             self._check_after_failure()
         self._optimizer.zero_grad()
-        self._engine.zero_grad_buffer(zero=False)  # also where the next step has no backward
+        self._engine.zero_grad_buffer(zero=False)  # also if the next step has no backward
         return is_committed
 
     def _check_after_failure(self) -> None:
-        """Raise if there have been too few replicas for long; see [Note: Torn states]."""
+        """Compare the states of ranks after a failed step; see [Note: Torn states]. Raise an error
+        if there have been too few replicas for too long."""
         error: Exception | None = None
         num_replicas, patience = self.num_replicas, self._patience.total_seconds()
         if num_replicas >= self._min_replicas:
@@ -267,8 +280,8 @@ class ElasticReplicas:
     def _reduce(
         self, gradients: Sequence[Tensor], used: Sequence[Sequence[Any]]
     ) -> Sequence[Sequence[bool]] | None:
-        """Sum ``gradients`` over replicas, in place; returns which parameters any of them used.
-        None: the share has further microbatches."""
+        """Sum ``gradients`` over replicas, in place. Returns which parameters any replica used, or
+        None if this replica has further microbatches to add first."""
         device = self._engine.ranks.device
         flags = torch.tensor([float(flag) for each in used for flag in each], device=device)
         tensors = [flags, *gradients]
@@ -279,7 +292,8 @@ class ElasticReplicas:
         else:
             self._sum(tensors)
         if self._manager.errored() is not None:
-            # Others may wait for this rank's part of the sum: their connections fail at once.
+            # Other replicas may wait for this rank's part of the sum. An abort makes their
+            # connections fail immediately.
             self._between_replicas.abort()
         for each in gradients:
             each /= self._num_microbatches
@@ -287,7 +301,8 @@ class ElasticReplicas:
         return [[next(is_used) for _ in each] for each in used]
 
     def _add(self, tensors: list[Tensor]) -> bool:
-        """Add a microbatch's to the sums; returns whether it was the last one of the share."""
+        """Add the gradients of a microbatch to the sums. Returns whether it was this replica's last
+        one."""
         number, self._awaited = self._awaited, None
         if number is None:
             raise RuntimeError(
@@ -295,7 +310,7 @@ class ElasticReplicas:
                 "second one"
             )
         is_last = number == self._share[-1]
-        # The next backward overwrites gradients.
+        # Gradients are copied, because the next backward overwrites them.
         kept = tensors if is_last else [each.clone() for each in tensors]
         self._sums.add(number, number + 1, kept)
         return is_last
@@ -316,7 +331,7 @@ class ElasticReplicas:
                     tensors,
                     self._num_microbatches,
                 )
-            except Exception as failed:  # of the backend; the step is then not committed
+            except Exception as failed:  # an error of the backend; the step is then not committed
                 manager.report_error(failed)
 
     def _sum(self, tensors: list[Tensor]) -> None:
@@ -327,7 +342,7 @@ class ElasticReplicas:
             work.wait()
 
     def _state(self) -> dict[str, Any]:
-        """This rank's state, for the same rank of a replica that starts."""
+        """Returns this rank's state, which the same rank of a starting replica receives."""
         if self._is_torn:
             raise RuntimeError("state of this replica: expected one of a single step on all ranks")
         optimizer = self._optimizer.state_dict()
@@ -379,8 +394,8 @@ class ElasticReplicas:
         self._was_loaded = True
 
     def _expected(self) -> dict[str, Any]:
-        """Returns the properties that all replicas have in common, by name: of each parameter the
-        shape, the dtype, and the range of its buffer that this rank holds."""
+        """Returns the properties that must be equal on all replicas, by name: the shape, the dtype
+        and the local range of each parameter's buffer, and the arguments."""
         shards = {
             record.name: (
                 tuple(slot.shape),
@@ -401,7 +416,7 @@ class ElasticReplicas:
 
 
 class _Slice:
-    """A rank's part of a tensor that is sharded as a parameter."""
+    """A rank's slice of a tensor that is sharded like its parameter."""
 
     def __init__(self, local: Tensor) -> None:
         self.local = local

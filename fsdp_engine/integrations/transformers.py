@@ -1,8 +1,8 @@
-"""The ``Trainer`` of transformers over this engine.
+"""The ``Trainer`` of transformers with this engine.
 
-The trainer's loop is unchanged; its accelerator is :class:`~.accelerate.FSDPEngineAccelerator`,
-which shards the model. The engine saves and loads checkpoints. Tested with transformers 5.23:
-private methods are overridden where there are no public ones.
+The trainer's loop is unchanged. Its accelerator is a :class:`~.accelerate.FSDPEngineAccelerator`,
+which shards the model. The engine saves and loads checkpoints. The mixin overrides private methods
+where there are no public ones, and is tested with transformers 5.23.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ with naming_extra():
 
 
 WHAT = "FSDPEngineTrainer()"
-# The optimizer's state in a checkpoint of the plain Trainer: whole tensors.
+# The file with the optimizer's state, in full tensors, in a checkpoint of the plain Trainer.
 WHOLE_OPTIMIZER = "optimizer.pt"
-# Of what the trainer's set_initial_training_values returns.
+# Index of the number of steps in the result of the trainer's set_initial_training_values.
 _STEPS_IN_EPOCH = 5
 
 if TYPE_CHECKING:
@@ -63,37 +63,38 @@ else:
 
 
 class FSDPEngineMixin(_Trainer):
-    """Mixin for a ``Trainer`` that trains with this engine: ``class MyTrainer(FSDPEngineMixin,
-    SFTTrainer)``.
+    """Mixin for a ``Trainer`` that makes it train with this engine:
+    ``class MyTrainer(FSDPEngineMixin, SFTTrainer)``.
 
-    Ranks' loaders may have different numbers of batches, and batches different sizes, in training,
-    evaluation and prediction.
+    In training, evaluation and prediction, the number and sizes of batches may differ between
+    ranks.
 
     Checkpoints are atomic: ``checkpoint-<step>`` is created by one rename when all ranks have
     finished writing. Any number of ranks can resume from them.
 
     Args:
-        *args: as for the trainer. ``model`` may be unsharded, on the meta device, or sharded.
-        shard: arguments of ``fsdp_engine.shard`` by name. None: its defaults. Ignored for a
-            sharded model.
-        pretrained: a Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
+        *args: The arguments of the trainer. ``model`` may be unsharded, on the meta device, or
+            sharded.
+        shard: Arguments of ``fsdp_engine.shard`` by name. None: the defaults of ``shard``. They are
+            ignored if the model is already sharded.
+        pretrained: A Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
             weights of a model that is on the meta device.
-        model_in_checkpoints: checkpoints also contain the model in the format of
-            ``from_pretrained``. False: only the state to resume from.
-        different_modules: ranks may use different modules in steps of training, evaluation and
-            prediction: these run within ``engine.together()``.
-        generate_together: ``model.generate`` runs within ``engine.together()``: a rank whose texts
-            are complete takes part in the gathers of the others, and computes nothing. False:
-            transformers runs its forward until the last rank's texts are complete.
-        optimizers: as for the trainer; one that was built before the model was sharded holds the
-            sharded parameters afterwards.
-        **kwargs: as for the trainer.
+        model_in_checkpoints: Also save the model in the format of ``from_pretrained`` in each
+            checkpoint. False: checkpoints contain only the state for resuming.
+        different_modules: Allow ranks to use different modules in steps of training, evaluation and
+            prediction, which then run within ``engine.together()``.
+        generate_together: Run ``model.generate`` within ``engine.together()``: a rank whose texts
+            are complete takes part in the gathers of the other ranks, but computes nothing. False:
+            transformers runs forwards on such a rank until the texts of all ranks are complete.
+        optimizers: As for the trainer. An optimizer that was built before the model was sharded
+            holds the sharded parameters afterwards.
+        **kwargs: The keyword arguments of the trainer.
 
     Attributes:
         engine: The engine of the model.
 
     Raises:
-        ValueError, TypeError: an argument or a training argument is not supported; on all ranks.
+        ValueError, TypeError: An argument or a training argument is not supported. All ranks raise.
     """
 
     # Attributes of the trainer.
@@ -123,9 +124,9 @@ class FSDPEngineMixin(_Trainer):
         self._generate_together = generate_together
         self._batches: TrainingBatches | None = None
         self._evaluated: EvaluationBatches | None = None
-        # Temporary folder of the checkpoint that is being written.
+        # The temporary folder of the checkpoint that is being written.
         self._staging: Path | None = None
-        # Built before the model was sharded, or after.
+        # The user's optimizers, which were built before or after the model was sharded.
         self._own_optimizers = [each for each in optimizers[:1] if each is not None]
         kwargs["optimizers"] = optimizers
         super().__init__(*args, **kwargs)
@@ -141,7 +142,7 @@ class FSDPEngineMixin(_Trainer):
         return self.accelerator
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's method, with an accelerator that shards."""
+        """Create the trainer's accelerator, and replace it with one that shards."""
         self.args.device  # noqa: B018 - initializes the process group
         with reporting(WHAT, ranks_that_meet(None)):
             arguments = checked_arguments(self._shard)
@@ -168,17 +169,17 @@ class FSDPEngineMixin(_Trainer):
         )
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        # Moves only this rank's slices; the trainer would move the full model.
+        # Sharding moves only this rank's slices. The trainer's method would move the full model.
         engine = self._accelerator.shard_model(model, self._own_optimizers)
         if self._generate_together:
             generate_together(engine)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """As the trainer's method.
+        """Create the optimizer as the trainer does, and check its parameters.
 
         Raises:
-            ValueError: the optimizer holds trainable parameters that are not in the model (such as
-                weights of a loss), and there are several ranks: their gradients would not be
+            ValueError: There are several ranks, and the optimizer holds trainable parameters that
+                are not in the model, such as weights of a loss. Their gradients would not be
                 reduced.
         """
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -187,13 +188,13 @@ class FSDPEngineMixin(_Trainer):
         return optimizer
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """As the trainer's method; steps and epochs are those of the rank with most batches."""
+        """Returns the numbers of steps and epochs of the rank with most batches. Collective."""
         error: Exception | None = None
         values: Any = None
         try:
             if length_of(dataloader) != 0:
                 values = super().set_initial_training_values(args, dataloader)
-        except Exception as caught:  # the user's loader can raise any
+        except Exception as caught:  # the user's loader can raise errors of any type
             error = caught
         found = agree("train()", error, self.engine.ranks.control_group, values)
         known = [each for each in found if each is not None]
@@ -202,8 +203,7 @@ class FSDPEngineMixin(_Trainer):
         return max(known, key=lambda each: int(each[_STEPS_IN_EPOCH]))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's method: the microbatches of an optimizer step, on all ranks equally
-        many."""
+        """Returns the microbatches of an optimizer step, the same number on all ranks."""
         if self.engine.ranks.size == 1:
             return super().get_batch_samples(epoch_iterator, *args, **kwargs)
         if self._batches is None or self._batches.batches is not epoch_iterator:
@@ -228,12 +228,13 @@ class FSDPEngineMixin(_Trainer):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """As the trainer's method: forward and backward of a microbatch."""
+        """Run the forward and backward of a microbatch, with a loss that is scaled for uneven
+        loaders."""
         scale = 1.0
         if self._batches is not None:
             scale = self._batches.scale(inputs, counts=self._counts_of_losses(num_items_in_batch))
         if scale == 0 and num_items_in_batch is not None:
-            num_items_in_batch = num_items_in_batch or 1  # no 0 / 0
+            num_items_in_batch = num_items_in_batch or 1  # avoids 0 / 0
         with (
             self.engine.together() if self._different_modules else nullcontext(),
             self._accelerator.scaling_losses(scale),
@@ -244,7 +245,8 @@ class FSDPEngineMixin(_Trainer):
         return loss if scale == 1 else loss * scale
 
     def _counts_of_losses(self, num_items: Any) -> str:
-        """By what the losses of a step are divided: see :meth:`TrainingBatches.scale`."""
+        """Returns where the number by which losses are divided is counted; see
+        :meth:`TrainingBatches.scale`."""
         is_divided = self.loss_is_scaled_for_ga
         if is_divided is None:
             counts_labels = self.model_accepts_loss_kwargs and num_items is not None
@@ -254,7 +256,7 @@ class FSDPEngineMixin(_Trainer):
         return "all" if self.args.average_tokens_across_devices else "rank"
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """As the trainer's method; batches that are repeated do not count."""
+        """Returns the number of floating-point operations of a batch; 0 if it is repeated."""
         return 0 if self._is_repeated(inputs) else super().floating_point_ops(inputs)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -262,16 +264,17 @@ class FSDPEngineMixin(_Trainer):
         super()._track_num_input_tokens(counted)  # type: ignore[no-untyped-call]
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's method. Where ranks' loaders may end at different times, metrics are
-        of the samples that exist, and the loss is the mean over these of their batch's loss."""
+        """Run an evaluation or prediction. If the number of batches may differ between ranks,
+        metrics cover only the samples that exist, and the loss is the mean of the batches' losses,
+        weighted by their numbers of samples."""
         engine = self.engine
         if engine.ranks.size == 1 or are_even(engine, dataloader):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         batches: Any = EvaluationBatches(engine, dataloader)
         self._evaluated = batches
         averages = self.args.average_tokens_across_devices
-        self.args.average_tokens_across_devices = False  # a batch's loss is its own mean
-        # Seq2SeqTrainer gathers by another function, which counts all samples of equal batches.
+        self.args.average_tokens_across_devices = False  # the loss is the mean of each batch
+        # Seq2SeqTrainer gathers with another function, which would also gather repeated samples.
         self.gather_function = functools.partial(
             self._accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
         )
@@ -287,7 +290,7 @@ class FSDPEngineMixin(_Trainer):
         return output._replace(num_samples=num_samples)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's method: forward of a batch of evaluation or prediction."""
+        """Run the forward of a batch of evaluation or prediction, and record its loss."""
         with self.engine.together() if self._different_modules else nullcontext():
             found = super().prediction_step(*args, **kwargs)
         if self._evaluated is not None and found[0] is not None:
@@ -295,22 +298,23 @@ class FSDPEngineMixin(_Trainer):
         return found
 
     def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
-        # The engine's norm is over all meshes; and references to gradients would keep their memory.
+        # The engine computes the norm over all meshes. Also, the trainer's method would keep
+        # references to gradients, and so their memory.
         return False
 
     @property
     def _has_own_format(self) -> bool:
-        """Whether the trainer has its own format of models, different from that of transformers."""
+        """Whether the trainer overrides the format in which transformers saves models."""
         return type(self)._save is not Trainer._save
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model in the format of ``from_pretrained``, with its tokenizer. Collective.
 
         A trainer with its own format (sentence-transformers: a folder of modules) writes on the
-        first rank, while the model is unsharded on every rank.
+        first rank; the full model is then in memory on every rank.
 
         Args:
-            output_dir: the folder; None: that of the training arguments.
+            output_dir: The path of the folder. None: the folder in the training arguments.
         """
         folder = Path(output_dir if output_dir is not None else str(self.args.output_dir))
         if not _internal_call or self._model_in_checkpoints:
@@ -333,14 +337,14 @@ class FSDPEngineMixin(_Trainer):
         self._on_first("save_model()", lambda: torch.save(self.args, path))
 
     def _save_whole(self, folder: Path) -> None:
-        """Save an unsharded model by the trainer's own method."""
+        """Save an unsharded model with the trainer's own method."""
         for parameter in self.model.parameters():
-            # A separate storage, because safetensors does not write views.
+            # Parameters get separate storages, because safetensors does not write views.
             parameter.data = parameter.data.clone()
         self._save(str(folder))
 
     def _on_first(self, what: str, write: Callable[[], object]) -> None:
-        """Call ``write`` on the rank that saves; an error is raised on all ranks."""
+        """Call ``write`` on the rank that saves. If it fails, all ranks raise the error."""
         error: Exception | None = None
         try:
             if self.args.should_save:
@@ -374,7 +378,7 @@ class FSDPEngineMixin(_Trainer):
             )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._staging is None:  # otherwise after the rename
+        if self._staging is None:  # during a save the push follows the rename
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -386,12 +390,12 @@ class FSDPEngineMixin(_Trainer):
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: nn.Module | None = None
     ) -> None:
-        """Load weights, unless they are loaded later, together with the optimizer's state."""
+        """Load weights, unless they will be loaded together with the optimizer's state."""
         if not (Path(resume_from_checkpoint) / SHARDED).is_dir():
             self._load_model(resume_from_checkpoint)
 
     def _load_model(self, folder: str) -> None:
-        """Load weights that :meth:`save_model` or the trainer without the engine wrote."""
+        """Load weights that :meth:`save_model` or a trainer without the engine has written."""
         if not self._has_own_format:
             load_pretrained(self.engine, folder)
             return
@@ -410,7 +414,7 @@ class FSDPEngineMixin(_Trainer):
         if (folder / SHARDED).is_dir():
             load_checkpoint(folder / SHARDED, engine, optimizer)
         elif not (folder / WHOLE_OPTIMIZER).is_file():
-            return  # save_only_model=True: no state of optimizer and scheduler
+            return  # save_only_model=True: there is no state of optimizer and scheduler
         error: Exception | None = None
         try:
             if not (folder / SHARDED).is_dir():
@@ -440,7 +444,7 @@ class FSDPEngineSeq2SeqTrainer(FSDPEngineMixin, Seq2SeqTrainer):
 
 
 def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raise ValueError for trainable parameters of the optimizer that are not in the model."""
+    """Raise ValueError if the optimizer has trainable parameters that are not in the model."""
     own = {id(parameter) for parameter in model.parameters()}
     others = [
         tuple(parameter.shape)
@@ -457,7 +461,7 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 
 
 def _check(args: TrainingArguments) -> None:
-    """Raise ValueError for unsupported training arguments."""
+    """Raise ValueError if a training argument is not supported."""
     ours = {
         "fsdp": "the engine shards; its arguments are given as shard",
         "deepspeed": "the engine shards; its arguments are given as shard",

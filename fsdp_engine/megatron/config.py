@@ -36,63 +36,62 @@ class DistributedDataParallelConfig:
     fields to arguments of the engine.
 
     Attributes:
-        grad_reduce_in_fp32: accumulate and reduce gradients in fp32; otherwise in the dtype of the
+        grad_reduce_in_fp32: Accumulate and reduce gradients in fp32; otherwise in the dtype of the
             policy, for ``DistributedDataParallel`` the parameter's.
-        overlap_grad_reduce: start reductions during backward, as buckets fill. False: all in
-            ``finish_grad_sync``. Gradients that are sharded along an axis are always reduced along
-            it in backward.
-        overlap_param_gather: after a step, gather parameters during the next forward. False:
-            directly after the step. Sharded parameters are always gathered in forward.
-        align_param_gather: only ``start_param_sync`` prefetches updated parameters; without it they
-            are gathered one by one on first use. Sharded parameters are gathered in forward as
-            always.
-        use_distributed_optimizer: level "optim" instead of "no_shard" if no strategy is given.
-        num_distributed_optimizer_instances: outer size of the mesh. Optimizer state is sharded
+        overlap_grad_reduce: Start reductions during backward, as buckets fill. False:
+            ``finish_grad_sync`` issues all of them. Gradients that are sharded along an axis are
+            always reduced along it in backward.
+        overlap_param_gather: After a step, gather parameters during the next forward. False: gather
+            them directly after the step. Sharded parameters are always gathered in forward.
+        align_param_gather: Only ``start_param_sync`` prefetches updated parameters; without it they
+            are gathered one by one on first use. Sharded parameters are still gathered in forward.
+        use_distributed_optimizer: Use level "optim" instead of "no_shard" if no strategy is given.
+        num_distributed_optimizer_instances: The outer size of the mesh. Optimizer state is sharded
             over the ranks of one instance and replicated over instances.
-        check_for_nan_in_grad: check for NaN and Inf before gradients are sent, and raise on every
+        check_for_nan_in_grad: Check for NaN and Inf before gradients are sent, and raise on every
             rank; the error names parameters and ranks.
-        check_for_large_grads: warn if the norm of a buffer's gradients exceeds ten times the
+        check_for_large_grads: Warn if the norm of a buffer's gradients exceeds ten times the
             largest of the last 100.
-        bucket_size: parameters outside of units are grouped into buckets, in reverse registration
+        bucket_size: Parameters outside of units are grouped into buckets, in reverse registration
             order; the parameter that reaches the size is the last of a bucket. None: 40,000,000, or
             1,000,000 for each data-parallel rank if that is more.
-        num_buckets: alternative to ``bucket_size``: the number of buckets, as even as parameters
+        num_buckets: Alternative to ``bucket_size``: the number of buckets, as even as parameters
             allow.
-        pad_buckets_for_high_nccl_busbw: pad each rank's shard of a flat buffer to a multiple of
+        pad_buckets_for_high_nccl_busbw: Pad each rank's shard of a flat buffer to a multiple of
             2^16.
-        reduce_scatter_with_fp32_accumulation: send low-precision gradients unchanged; the
+        reduce_scatter_with_fp32_accumulation: Send low-precision gradients unchanged; the
             receiving rank sums them in fp32.
-        average_in_collective: the collective averages. False: gradients are scaled while they are
+        average_in_collective: Average in the collective. False: gradients are scaled while they are
             copied into the buffer, then summed. The result is the same.
-        fp8_param_gather: gather parameters of two or more dims in fp8 (``Float8``).
-        reuse_grad_buf_for_mxfp8_param_ag: gather MXFP8 parameters through the gradients' memory.
+        fp8_param_gather: Gather parameters of two or more dims in fp8 (``Float8``).
+        reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters through the gradients' memory.
         use_megatron_fsdp: ``data_parallel_sharding_strategy`` determines the level; otherwise
             ``use_distributed_optimizer`` does.
-        use_custom_fsdp: deprecated name of ``use_megatron_fsdp``.
-        data_parallel_sharding_strategy: level of the inner axis.
-        outer_dp_sharding_strategy: level of the outer axis, at most that of the inner axis.
-        gradient_reduce_div_fusion: scale gradients while they are copied. False: in a separate
-            pass before they are sent.
-        suggested_communication_unit_size: prefetch window in elements; at least one unit is
+        use_custom_fsdp: Deprecated name of ``use_megatron_fsdp``.
+        data_parallel_sharding_strategy: Level of the inner axis.
+        outer_dp_sharding_strategy: Level of the outer axis, at most that of the inner axis.
+        gradient_reduce_div_fusion: Scale gradients while they are copied. False: scale them in a
+            separate pass before they are sent.
+        suggested_communication_unit_size: Prefetch window in elements; at least one unit is
             prefetched, unless it is 0. The gradient buffers in use (the one being filled and those
             being reduced) have the same limit: beyond it, the engine waits for the oldest
             reduction. None: the mean unit for the prefetch window, twice that for gradient
             buffers, and the latest reduction may be in flight in any case.
-        preserve_fp32_weights: fp32 main weights beside low-precision compute weights. False: the
-            compute weights are the main weights.
-        keep_fp8_transpose_cache: keep fp8 transposes between forward and backward.
-        nccl_ub: allocate communication buffers in memory registered with NCCL; implies
+        preserve_fp32_weights: Keep fp32 main weights beside low-precision compute weights. False:
+            the compute weights are the main weights.
+        keep_fp8_transpose_cache: Keep fp8 transposes between forward and backward.
+        nccl_ub: Allocate communication buffers in memory registered with NCCL; implies
             ``fsdp_double_buffer``.
-        fsdp_double_buffer: transient buffers have fixed addresses, planned from an observed step,
-            and steady steps allocate nothing. No effect before torch 2.13.
-        disable_symmetric_registration: with ``nccl_ub``: plain instead of window registration.
-        delay_wgrad_compute: modules may compute weight gradients after backward
-            (``backward_dw``); the reduction of these parameters waits for it.
+        fsdp_double_buffer: Give transient buffers fixed addresses, which are planned from an
+            observed step. Later steps allocate nothing. No effect before torch 2.13.
+        disable_symmetric_registration: Use plain instead of window registration with ``nccl_ub``.
+        delay_wgrad_compute: Allow modules to compute weight gradients after backward
+            (``backward_dw``). The reductions of these parameters wait for the gradients.
 
     Raises:
-        ValueError: a value or a combination is not legal; the message names fields and legal
+        ValueError: A value or a combination is not legal; the message names fields and legal
             values.
-        TypeError: a field has another type.
+        TypeError: A field has another type.
     """
 
     grad_reduce_in_fp32: bool = False
@@ -136,7 +135,7 @@ class DistributedDataParallelConfig:
         """Validate the fields and return a copy, which later assignments do not change.
 
         Raises:
-            ValueError, TypeError: a field assigned since construction is not legal.
+            ValueError, TypeError: A field assigned since construction is not legal.
         """
         config = copy.copy(self)
         config.check()
@@ -146,7 +145,7 @@ class DistributedDataParallelConfig:
         """Set the fields that others imply, and validate all of them.
 
         Raises:
-            ValueError, TypeError: see the class.
+            ValueError, TypeError: A field is not legal; see the class.
         """
         for field in dataclasses.fields(self):
             if isinstance(field.default, bool):
@@ -192,7 +191,7 @@ class DistributedDataParallelConfig:
         """Returns ``policy`` with the dtypes that the fields determine.
 
         Raises:
-            ValueError: the policy contradicts a field.
+            ValueError: The policy contradicts a field.
         """
         changes: dict[str, object] = {}
         if self.grad_reduce_in_fp32:

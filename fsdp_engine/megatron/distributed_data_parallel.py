@@ -1,15 +1,15 @@
 """Megatron-Core's wrappers, with their names, arguments and attributes, on the engine of
 :func:`~fsdp_engine.sharding.shard`.
 
-Differences from ``shard``: the module is wrapped; gradients are final when ``finish_grad_sync``
-returns, not when backward returns; ``zero_grad_buffer`` begins a step; the config selects levels
-and timing; initial values are those of rank 0. If parameters are not sharded, there are no units,
-and all parameters are in buckets.
+The wrappers differ from ``shard`` as follows: the module is wrapped; gradients are final when
+``finish_grad_sync`` returns, not when backward returns; ``zero_grad_buffer`` begins a step; the
+config selects levels and timing; initial values are those of rank 0. If parameters are not sharded,
+there are no units, and all parameters are in buckets.
 
 ``module.sharded_state_dict`` runs while modules hold full main weights. Optimizers step the
 sharded parameters, and look up the entry of each of their parameters in the result.
 
-The two FSDP wrappers are :class:`DistributedDataParallel` with other arguments:
+The two FSDP wrappers are ``DistributedDataParallel`` with other arguments:
 
     class                           replaces              level
     FullyShardedDataParallel        --use-megatron-fsdp   data_parallel_sharding_strategy
@@ -52,12 +52,12 @@ from fsdp_engine.strategies import Role, Strategy
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.build import FIRST_PARAMETERS
 
-# From full to sharded parameter, while a state dict references the full one.
+# Maps a full parameter to its sharded one while a state dict references the full one.
 _SHARDED_OF: Any = WeakIdKeyDictionary()
 
 
 def record_full_params(engine: Engine) -> None:
-    """Within ``engine.unsharded()``, record the sharded parameter of each full one."""
+    """Record the sharded parameter of each full one. Call within ``engine.unsharded()``."""
     for buffer in engine.buffers:
         for record, sharded in zip(buffer.records, buffer.sharded_params, strict=True):
             module, name = record.holders[0]
@@ -65,13 +65,15 @@ def record_full_params(engine: Engine) -> None:
 
 
 def sharded_param_of(tensor: Tensor) -> Tensor:
-    """The sharded parameter of a full one; ``tensor`` itself if it is not a recorded one."""
+    """Returns the sharded parameter of a full one; ``tensor`` itself if it is not a recorded
+    one."""
     found: Tensor = _SHARDED_OF.get(tensor, tensor)
     return found
 
 
 def entries_by_parameter(entries: Iterable[Any]) -> dict[int, Any]:
-    """Megatron-Core's ``ShardedTensor``s and factories, by ``id`` of the sharded parameter."""
+    """Returns Megatron-Core's ``ShardedTensor``s and factories by ``id`` of the sharded
+    parameter."""
     return {
         id(sharded_param_of(entry.data)): entry
         for entry in entries
@@ -82,45 +84,46 @@ def entries_by_parameter(entries: Iterable[Any]) -> dict[int, Any]:
 class DistributedDataParallel(WrapperAttributes):
     """Data parallelism at any sharding level, with Megatron-Core's interface.
 
-    A step: ``zero_grad_buffer()``; forward and backward of each microbatch, all but the last under
-    ``no_sync()`` with ``overlap_grad_reduce``; ``finish_grad_sync()`` (or
-    ``finalize_model_grads``); ``optimizer.step()``. Build the optimizer after the wrapper.
+    A step consists of ``zero_grad_buffer()``; forward and backward of each microbatch, all but the
+    last under ``no_sync()`` with ``overlap_grad_reduce``; ``finish_grad_sync()`` (or
+    ``finalize_model_grads``); and ``optimizer.step()``. Build the optimizer after the wrapper.
 
     Args:
-        module: any module; modified in place, as by ``shard``.
-        config: None: all defaults.
-        mesh: data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one axis.
-        expert_mesh: ranks that share the parameters whose attribute ``allreduce`` is False.
-        disable_bucketing: one bucket for each kind of parameter.
-        units: the units if parameters are sharded; see
-            :func:`~fsdp_engine.units.assignment.find_units`.
-        mp_policy: dtypes. None: parameters in their own dtype, with fp32 main weights; gradients
-            in the dtype that ``grad_reduce_in_fp32`` selects.
+        module: Any module; modified in place, as by ``shard``.
+        config: The options. None: all defaults.
+        mesh: Mesh of the data-parallel ranks: (inner,) or (outer, inner). None: all ranks on one
+            axis.
+        expert_mesh: Ranks that share the parameters whose attribute ``allreduce`` is False.
+        disable_bucketing: Use one bucket for each kind of parameter.
+        units: The modules that become units if parameters are sharded; see ``find_units`` in
+            ``units/assignment.py``.
+        mp_policy: The policy of dtypes. None: parameters in their own dtype, with fp32 main
+            weights, and gradients in the dtype that ``grad_reduce_in_fp32`` selects.
         **legacy: ``data_parallel_group`` (a group for a mesh of one axis),
             ``accumulate_allreduce_grads_in_fp32``, ``overlap_grad_reduce``,
             ``use_distributed_optimizer``, ``check_for_nan_in_grad``, ``bucket_size``.
 
-    Or with the arguments of Megatron-Core's own class, and ``mesh``, ``expert_mesh``, ``units``
-    and ``mp_policy`` as additional keywords:
+    The constructor also accepts the arguments of Megatron-Core's own class, with ``mesh``,
+    ``expert_mesh``, ``units`` and ``mp_policy`` as additional keywords:
 
     Args:
-        config: the model's ``TransformerConfig``.
-        ddp_config: this package's config, or Megatron-Core's, whose fields are copied to it.
-        module, disable_bucketing: as above.
+        config: The model's ``TransformerConfig``.
+        ddp_config: This package's config, or Megatron-Core's, whose fields are copied to it.
+        module, disable_bucketing: As above.
         pg_collection: Megatron-Core's ``ProcessGroupCollection``. None: the groups of its
             ``parallel_state`` if that is initialized.
-        full_param_layout: ignored; the layout of Megatron-Core's buffers.
+        full_param_layout: The layout of Megatron-Core's buffers; ignored.
 
     Attributes:
-        module: the wrapped module.
-        engine: the module's engine.
-        ddp_config: the config for Megatron-Core's code.
+        module: The wrapped module.
+        engine: The module's engine.
+        ddp_config: The config for Megatron-Core's code.
 
     Raises:
-        ValueError: an argument is invalid, a field of Megatron-Core's config is not supported,
-            arguments contradict each other, or arguments differ between ranks; on all ranks,
+        ValueError: An argument is invalid, a field of Megatron-Core's config is not supported,
+            arguments contradict each other, or arguments differ between ranks. All ranks raise,
             before anything is modified.
-        TypeError: an argument has another type; on all ranks, as above.
+        TypeError: An argument has another type. All ranks raise, as above.
     """
 
     module: nn.Module
@@ -195,7 +198,7 @@ class DistributedDataParallel(WrapperAttributes):
         self._gather_unless_overlapped()
 
     def _parser_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParseArguments:
-        """The parser for the arguments."""
+        """Returns the parser for the arguments."""
         return parser_for(args, kwargs)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -225,17 +228,18 @@ class DistributedDataParallel(WrapperAttributes):
     def broadcast_params(self) -> None:
         """Broadcast rank 0's values to all ranks that hold the same elements. Collective.
 
-        The constructor broadcasts all values of rank 0, also to ranks that hold the only copy.
+        The constructor broadcasts all values of rank 0, including to ranks that hold the only copy
+        of their elements.
         """
         self.engine.broadcast_params()
 
     def start_grad_sync(self, *unused: object) -> None:
         """Issue the reductions that are ready and not issued yet. Collective.
 
-        Without ``overlap_grad_reduce`` they are complete on return.
+        Without ``overlap_grad_reduce`` the reductions are complete on return.
 
         Args:
-            *unused: parameters, which Megatron-Core's schedules pass; ignored.
+            *unused: Parameters, which Megatron-Core's schedules pass; ignored.
         """
         self.engine.start_grad_sync(wait=not self.ddp_config.overlap_grad_reduce)
 
@@ -243,13 +247,13 @@ class DistributedDataParallel(WrapperAttributes):
         """Finish all reductions. On return ``.grad`` of the parameters is final. Collective.
 
         Args:
-            force_all_reduce: also gather full gradients on every rank, to save or inspect them.
+            force_all_reduce: Also gather full gradients on every rank, to save or inspect them.
                 ``main_grad.cpu()`` of a parameter is then the full gradient before clipping, until
                 gradients are cleared.
 
         Raises:
-            RuntimeError: a backward has not finished, or modules have delayed weight gradients;
-                names the parameters. Or, on all ranks, a check of gradients failed.
+            RuntimeError: A backward has not finished, or modules have delayed weight gradients; the
+                message names the parameters. Or a check of gradients failed; then all ranks raise.
         """
         self.engine.finish_grad_sync()
         if force_all_reduce:
@@ -262,16 +266,16 @@ class DistributedDataParallel(WrapperAttributes):
         """Issue the first parameter gathers of the next forward. Collective.
 
         Args:
-            *unused: parameters, which Megatron-Core's schedules pass; ignored.
-            force_sync: wait for them, as without ``overlap_param_gather``.
-            force_dispatch: ignored; in Megatron-Core it concerns gathers that are delayed to the
-                optimizer's step, which this engine does not have.
+            *unused: Parameters, which Megatron-Core's schedules pass; ignored.
+            force_sync: Wait for the gathers, as without ``overlap_param_gather``.
+            force_dispatch: Ignored. In Megatron-Core it dispatches gathers that are delayed to the
+                optimizer's step; this engine has no such gathers.
         """
         wait = force_sync or not self.ddp_config.overlap_param_gather
         self.engine.start_param_sync(wait=wait)
 
     def stop_communication(self) -> None:
-        """Does nothing: sharded parameters may be read whether or not gathers are pending.
+        """Do nothing: sharded parameters may be read whether or not gathers are pending.
 
         Megatron-LM calls it for its FSDP wrapper before it computes the norm of the parameters.
         """
@@ -281,8 +285,8 @@ class DistributedDataParallel(WrapperAttributes):
         :meth:`restore_grad_buffers`. ``main_grad`` must not be accessed in between.
 
         Args:
-            synchronize: wait for the device first.
-            empty_cache: also release the caching allocator's unused memory to the device.
+            synchronize: Wait for the device first.
+            empty_cache: Also release the caching allocator's unused memory to the device.
         """
         device = self.engine.mesh.device
         if synchronize:
@@ -298,7 +302,7 @@ class DistributedDataParallel(WrapperAttributes):
         """Allocate persistent gradients again, filled with zeros.
 
         Args:
-            synchronize: wait for the device afterwards.
+            synchronize: Wait for the device afterwards.
         """
         for buffer in self.engine.buffers:
             if buffer.grads is not None:
@@ -318,21 +322,22 @@ class DistributedDataParallel(WrapperAttributes):
         """Begin an iteration: zero the gradients and set ``.grad`` to None.
 
         Args:
-            zero_buffer: False: the buffer is not zeroed, and the next gradients overwrite it.
+            zero_buffer: Fill the buffer with zeros. False: the next gradients overwrite it.
         """
         self.engine.zero_grad_buffer(zero=zero_buffer)
 
     def state_dict(  # type: ignore[override]
         self, prefix: str = "", keep_vars: bool = False, *, destination: Any = None
     ) -> dict[str, Any]:
-        """The module's state dict with its own keys; sharded parameters are ``FlatDTensor``\\ s."""
+        """Returns the module's state dict with its own keys; sharded parameters are
+        ``FlatDTensor``\\ s."""
         into = {} if destination is None else {"destination": destination}
         return self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **into)
 
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state dict to save in a checkpoint; sharded at the strategy's level.
+        """Returns the state dict to save in a checkpoint, sharded at the strategy's level.
 
         Calls the module's method of this name if it has one, else its ``state_dict``.
         """
@@ -340,15 +345,15 @@ class DistributedDataParallel(WrapperAttributes):
         return dict(own(prefix=prefix, keep_vars=keep_vars))
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's ``sharded_state_dict`` of full main weights, for Megatron-Core's
-        ``dist_checkpointing``. Collective. The full main weights are in memory during the call,
-        and as long as the result references them.
+        """Returns the module's ``sharded_state_dict`` of full main weights, for Megatron-Core's
+        ``dist_checkpointing``. Collective. The full main weights are in memory during the call, and
+        as long as the result references them.
 
         Takes the arguments of the module's method; calling that method directly is equivalent.
 
         Raises:
-            AttributeError: the module has no such method.
-            RuntimeError: a forward or backward is in progress.
+            AttributeError: The module has no such method.
+            RuntimeError: A forward or backward is in progress.
         """
         module: Any = self.module
         return module.sharded_state_dict(*args, **kwargs)
@@ -361,10 +366,10 @@ class DistributedDataParallel(WrapperAttributes):
         Values whose sharding differs from the parameters' are gathered first.
 
         Raises:
-            RuntimeError: keys or shapes do not match, as in ``nn.Module.load_state_dict``.
+            RuntimeError: Keys or shapes do not match, as in ``nn.Module.load_state_dict``.
         """
-        # state_dict() and not named_parameters(): wrappers such as Float16Module do not add a
-        # prefix to the keys of state dicts.
+        # Use state_dict() instead of named_parameters(), because wrappers such as Float16Module add
+        # no prefix to the keys of state dicts.
         params = self.module.state_dict(keep_vars=True)
         values = {name: _loadable(value, params.get(name)) for name, value in state_dict.items()}
         result = self.module.load_state_dict(values, strict=strict)
@@ -373,16 +378,16 @@ class DistributedDataParallel(WrapperAttributes):
         return result
 
     def _gather_unless_overlapped(self) -> None:
-        """Without ``overlap_param_gather``, gather parameters that are not sharded now. Forwards
-        then issue no gathers of them, also if some ranks skip the forward."""
+        """Gather unsharded parameters now, unless ``overlap_param_gather`` is set. Forwards then
+        issue no gathers of them, so ranks may skip a forward."""
         if not self.ddp_config.overlap_param_gather and self.engine.strategy.depth(Role.PARAM) == 0:
             self.engine.start_param_sync(wait=True)
 
 
 def _gather_for_sharded_state_dict(module: Any, engine: Engine, then: Callable[[], None]) -> None:
-    """Make ``sharded_state_dict`` return full main weights if parameters are sharded: the method
-    of ``module``, and of each module that ``unwrap_model`` may return instead (the ``module`` of a
-    ``Float16Module``). ``then`` is called after each of them."""
+    """Make ``sharded_state_dict`` return full main weights if parameters are sharded. This changes
+    the method of ``module`` and of each module that ``unwrap_model`` may return instead (the
+    ``module`` of a ``Float16Module``). ``then`` is called after each call of such a method."""
     if all(each.is_plain for each in engine.buffers):
         return
     is_gathered = False
@@ -391,7 +396,7 @@ def _gather_for_sharded_state_dict(module: Any, engine: Engine, then: Callable[[
         @functools.wraps(method)
         def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
             nonlocal is_gathered
-            if is_gathered:  # called by the method of an enclosing module
+            if is_gathered:  # the method of an enclosing module called it
                 return method(*args, **kwargs)
             with engine.unsharded():
                 record_full_params(engine)
@@ -412,7 +417,7 @@ def _gather_for_sharded_state_dict(module: Any, engine: Engine, then: Callable[[
 
 
 def _loadable(value: Any, param: Tensor | None) -> Any:
-    """``value``, gathered if it is sharded differently from ``param``."""
+    """Returns ``value``, gathered if it is sharded differently from ``param``."""
     if not isinstance(value, FlatDTensor) or param is None:
         return value
     has_same_placement = (
@@ -425,27 +430,27 @@ class FullyShardedDataParallel(DistributedDataParallel):
     """Replaces the class of ``megatron.core.distributed.fsdp.mcore_fsdp_adapter``.
 
     Args:
-        config: the model's ``TransformerConfig``.
+        config: The model's ``TransformerConfig``.
         ddp_config: Megatron-Core's ``DistributedDataParallelConfig`` or this package's; it is
             copied. ``data_parallel_sharding_strategy`` and ``outer_dp_sharding_strategy`` are the
             levels, with or without ``use_megatron_fsdp``.
-        module: the model; modified in place.
-        fsdp_unit_modules: classes, or dotted paths of classes, whose modules become units. None:
+        module: The model; modified in place.
+        fsdp_unit_modules: Classes, or dotted paths of classes, whose modules become units. None:
             transformer layers if parameters are sharded, else buckets.
-        disable_bucketing: one bucket for each kind of parameter that belongs to no unit.
-        device: checked against this rank's device. None: no check.
+        disable_bucketing: Use one bucket for each kind of parameter that belongs to no unit.
+        device: The expected device of this rank, which is checked. None: no check.
         pg_collection: Megatron-Core's ``ProcessGroupCollection``. None: the groups of its
             ``parallel_state`` if that is initialized.
         **kwargs: ``mesh``, ``expert_mesh``, ``mp_policy``, as for ``DistributedDataParallel``.
 
     Attributes:
-        device: this rank's device.
-        fsdp_unit_modules: classes of the modules whose parameters are freed after use.
-        param_and_grad_buffer: the methods of Megatron-FSDP's buffer that Megatron-LM calls.
+        device: This rank's device.
+        fsdp_unit_modules: Classes of the modules whose parameters are freed after use.
+        param_and_grad_buffer: The methods of Megatron-FSDP's buffer that Megatron-LM calls.
 
     Raises:
-        ValueError, TypeError: as for ``DistributedDataParallel``; on all ranks, before anything is
-            modified.
+        ValueError, TypeError: As for ``DistributedDataParallel``. All ranks raise, before anything
+            is modified.
     """
 
     megatron_class = "FullyShardedDataParallel"
@@ -481,28 +486,28 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
     and optimizer state are sharded.
 
     Args:
-        config: the model's ``TransformerConfig``.
+        config: The model's ``TransformerConfig``.
         ddp_config: Megatron-Core's ``TorchFullyShardedDataParallelConfig`` or
             ``DistributedDataParallelConfig``, or this package's; it is copied.
             ``reshard_after_forward=False`` keeps gathered parameters from forward to backward; a
             number of ranks is treated as True, with a warning; the default is True.
-        module: the model; modified in place.
-        sub_modules_to_wrap: classes, or dotted paths of classes, whose modules become units. None:
+        module: The model; modified in place.
+        sub_modules_to_wrap: Classes, or dotted paths of classes, whose modules become units. None:
             transformer layers and the modules outside of them. Classes in ``_fsdp_modules``
             attributes of modules are added (if this argument is None, to Megatron-Core's default).
-        disable_bucketing: one bucket for each kind of parameter that belongs to no unit.
-        process_group: data-parallel ranks. None: those of ``parallel_state``, including context
-            parallelism, if that is initialized.
+        disable_bucketing: Use one bucket for each kind of parameter that belongs to no unit.
+        process_group: The group of data-parallel ranks. None: the group of ``parallel_state``,
+            including context parallelism, if that is initialized.
         **kwargs: ``pg_collection``, ``mesh``, ``expert_mesh``, ``mp_policy``, as for
             ``DistributedDataParallel``.
 
     Attributes:
-        process_group: data-parallel ranks.
-        device_mesh: their mesh.
+        process_group: The data-parallel group.
+        device_mesh: The mesh of the data-parallel ranks.
 
     Raises:
-        ValueError, TypeError: as for ``DistributedDataParallel``; or ``ddp_config`` names another
-            level. On all ranks, before anything is modified.
+        ValueError, TypeError: As for ``DistributedDataParallel``, or ``ddp_config`` names another
+            level. All ranks raise, before anything is modified.
     """
 
     megatron_class = "TorchFullyShardedDataParallel"
@@ -516,19 +521,20 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The data-parallel group; of a mesh of two axes, the inner axis' group."""
+        """The data-parallel group. For a mesh of two axes: the group of the inner axis."""
         return self.device_mesh.get_group(self.device_mesh.ndim - 1)
 
 
 class MegatronFSDPBuffer:
-    """``param_and_grad_buffer``: the methods of Megatron-FSDP's buffer that Megatron-LM calls."""
+    """The attribute ``param_and_grad_buffer``, with the methods of Megatron-FSDP's buffer that
+    Megatron-LM calls."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def copy_main_weights_to_model_weights(self) -> None:
         """Mark the main weights as changed, so that the next use of each parameter gathers them.
-        ``optimizer.step()`` marks them as well."""
+        ``optimizer.step()`` does the same."""
         self._engine.weights_changed()
 
     def zero_grad(self) -> None:
@@ -540,8 +546,8 @@ class MegatronFSDPBuffer:
         self._engine.scale_gradients(scaling_factor)
 
     def manual_buffer_registration(self) -> None:
-        """Check that communication buffers are registered with NCCL. With ``nccl_ub`` the wrapper
-        registers them when it is constructed.
+        """Check that communication buffers are registered with NCCL. The constructor of the wrapper
+        registers them if ``nccl_ub`` is set.
 
         Raises:
             RuntimeError: ``nccl_ub`` is not set.

@@ -1,8 +1,8 @@
 """Final reductions of gradients after the last microbatch: :func:`finalize_model_grads`.
 
-Data parallelism alone needs none of them. Model parallelism produces partial gradients: of layers
-that are replicated on all tensor ranks and process a part of the sequence on each, and of weights
-that are replicated on several pipeline stages. Attributes of the parameters mark them:
+Data parallelism alone needs no such reductions. Model parallelism produces partial gradients for
+layers that are replicated on all tensor ranks and process a part of the sequence on each, and for
+weights that are replicated on several pipeline stages. Attributes mark these parameters:
 
     mark                                  group                reduction
     pipeline_parallel                     pipeline             sum
@@ -18,7 +18,7 @@ ranks is ``1/N * sum over ranks``, so the factor is ``R / N``. A chunk whose con
 ``calculate_per_token_loss`` sums gradients, as Megatron-Core's own ``finalize_model_grads``
 expects; its factor is ``1 / N``. Only the last stage has the number of tokens, and it differs
 between ranks of data and context parallelism. One all-reduce over stages, data and context, to
-which the other stages contribute 0, is both the broadcast and the sum. The factor stays on the
+which the other stages contribute 0, is both the broadcast and the sum. The factor remains on the
 device, without a host sync.
 
 [Note: Router bias]
@@ -65,9 +65,9 @@ class Router:
 
     Attributes:
         name: The name of the module.
-        bias: shape ``(experts,)``.
-        counts: this rank's tokens per expert since the last update, shape ``(experts,)``.
-        is_updated: whether the bias changes. False in evaluation mode and with
+        bias: The bias of each expert, shape ``(experts,)``.
+        counts: This rank's tokens per expert since the last update, shape ``(experts,)``.
+        is_updated: Whether the bias changes. False in evaluation mode and with
             ``frozen_expert_bias``; ranks still sum the counts.
     """
 
@@ -78,7 +78,7 @@ class Router:
 
 
 def router_of(name: str, module: nn.Module | None) -> Router | None:
-    """``module`` as a router; None if its ``expert_bias`` is None or missing.
+    """Returns ``module`` as a router; None if its ``expert_bias`` is None or missing.
 
     Raises:
         ValueError: ``expert_bias`` and ``local_tokens_per_expert`` differ in shape.
@@ -105,9 +105,9 @@ def update_expert_biases(
     counts.
 
     Args:
-        routers: in the same order on all ranks.
-        group: ranks whose counts are summed. None: this rank only.
-        rate: absolute change of a bias per update.
+        routers: The routers, in the same order on all ranks.
+        group: The group over which counts are summed. None: this rank only.
+        rate: Absolute change of a bias per update.
         device: The device of the biases and counts.
     """
     all_counts = [router.counts for router in routers]
@@ -133,11 +133,11 @@ def update_quantile_biases(
     the sums of quantiles.
 
     Args:
-        routers: modules with ``qb_beta`` (the bias) and ``qb_beta_accum`` (the sum of quantiles),
+        routers: Modules with ``qb_beta`` (the bias) and ``qb_beta_accum`` (the sum of quantiles),
             shape ``(experts,)``, and ``qb_beta_count`` (the number of summands), in the same order
             on all ranks. In evaluation mode the bias does not change.
-        group: ranks over which quantiles are averaged. None: this rank only.
-        momentum: factor of the previous bias in the new one.
+        group: The group over which quantiles are averaged. None: this rank only.
+        momentum: Factor of the previous bias in the new one.
         device: The device of the biases.
     """
     sizes = [router.qb_beta_accum.numel() for router in routers]
@@ -175,10 +175,10 @@ class _EngineCache:
     Attributes:
         positions: The positions of parameters, by name, in the order of registration, which is the
             same on all stages.
-        routers: modules that may have an expert bias, by name.
-        quantile_routers: modules with biases of quantile balancing, by name.
-        trackers: modules that track a global auxiliary loss over a step.
-        compared: keys of the comparisons between ranks that were made.
+        routers: Modules that may have an expert bias, by name.
+        quantile_routers: Modules with biases of quantile balancing, by name.
+        trackers: Modules that track a global auxiliary loss over a step.
+        compared: Keys of the comparisons between ranks that were made.
     """
 
     positions: dict[str, int]
@@ -202,52 +202,53 @@ def finalize_model_grads(
 ) -> None:
     """Finish the gradients of a step. Call once per step, after the last microbatch. Collective.
 
-    In this order, each item with at most one all-reduce (the first call also compares the ranks'
-    marks):
+    The function executes these items in order, each with at most one all-reduce (the first call
+    also compares the ranks' marks):
 
-    1. ``finish_grad_sync`` of every chunk.
-    2. Parameters marked ``pipeline_parallel``: summed over the stages (and over this rank's
-       chunks, where several have one of the same name).
-    3. Parameters marked ``sequence_parallel``, and with ``config.qk_layernorm`` those whose names
-       contain ``q_layernorm`` or ``k_layernorm``: summed over tensor ranks. Those marked
-       ``average_gradients_across_tp_domain``: averaged.
-    4. Those marked ``shared_embedding``, then those marked ``position_embedding``: summed over
-       the stages that hold a copy.
-    5. Modules with buffers ``expert_bias`` and ``local_tokens_per_expert``, each of shape
-       ``(experts,)``: counts are summed over tensor x context x data, then
-       ``bias += rate * sign(mean count - count)`` and counts are zeroed. (Loss-free balancing,
-       Wang et al. 2024, arXiv:2408.15664.) The bias does not change in evaluation mode or with
-       ``frozen_expert_bias``. If ``config.moe_router_load_balancing_type`` is
-       "quantile_balancing", ``qb_beta`` of modules is updated from the mean of ``qb_beta_accum /
-       qb_beta_count`` over context x data. If it contains "global_aux_loss",
+    1. ``finish_grad_sync`` is called on every chunk.
+    2. Gradients of parameters marked ``pipeline_parallel`` are summed over the stages (and over
+       this rank's chunks if several chunks have a parameter of one name).
+    3. Gradients of parameters marked ``sequence_parallel``, and with ``config.qk_layernorm`` of
+       parameters whose names contain ``q_layernorm`` or ``k_layernorm``, are summed over tensor
+       ranks. Gradients of parameters marked ``average_gradients_across_tp_domain`` are averaged.
+    4. Gradients of parameters marked ``shared_embedding``, then of those marked
+       ``position_embedding``, are summed over the stages that hold a copy.
+    5. In modules with buffers ``expert_bias`` and ``local_tokens_per_expert``, each of shape
+       ``(experts,)``, counts are summed over tensor x context x data, then
+       ``bias += rate * sign(mean count - count)`` is computed and counts are zeroed. (Loss-free
+       balancing, Wang et al. 2024, arXiv:2408.15664.) The bias does not change in evaluation mode
+       or with ``frozen_expert_bias``. If ``config.moe_router_load_balancing_type`` is
+       "quantile_balancing", ``qb_beta`` of modules is updated from the mean of
+       ``qb_beta_accum / qb_beta_count`` over context x data. If it contains "global_aux_loss",
        ``reset_global_aux_loss_tracker`` of modules is called.
-    6. ``num_tokens``: gradients are scaled to those of the mean over all tokens, if every rank's
-       loss is the sum over its tokens. See [Note: Token weighting].
+    6. With ``num_tokens`` gradients are scaled to those of the mean loss over all tokens, provided
+       that every rank's loss is the sum over its tokens. See [Note: Token weighting].
 
-    Frozen parameters are skipped. A gradient that no rank of a group has stays None.
+    Frozen parameters are skipped. If no rank of a group has a gradient, it remains None.
 
     Args:
-        model_chunks: the chunks of this rank (several with a virtual pipeline).
-        num_tokens: this rank's number of tokens in all microbatches together; only the last
-            stage's is used. A number or a tensor of one element; on all ranks or on none.
-        pg_collection: Megatron-Core's ``ProcessGroupCollection``. Without it and without
-            ``groups``: the groups that the chunks were wrapped with, or those of
-            ``parallel_state``.
-        force_all_reduce: see :meth:`~.DistributedDataParallel.finish_grad_sync`.
-        groups: this rank's process groups, as this package's class.
-        config: any object with the attributes ``qk_layernorm`` (default False),
+        model_chunks: The chunks of this rank (several with a virtual pipeline).
+        num_tokens: This rank's number of tokens in all microbatches together, as a number or a
+            tensor of one element. Only the value of the last stage is used. Pass it on all ranks or
+            on none.
+        pg_collection: Megatron-Core's ``ProcessGroupCollection``. If it and ``groups`` are None,
+            the groups that the chunks were wrapped with are used, or those of ``parallel_state``.
+        force_all_reduce: Also gather full gradients; see
+            ``DistributedDataParallel.finish_grad_sync``.
+        groups: This rank's process groups, as this package's class.
+        config: Any object with the attributes ``qk_layernorm`` (default False),
             ``sequence_parallel`` (default True: marks of that name are used),
             ``moe_router_bias_update_rate`` (default 1e-3), ``moe_router_load_balancing_type`` and
             ``moe_router_quantile_balancing_ema`` (default 0). None: the first chunk's config, if it
             was wrapped with Megatron-Core's ``TransformerConfig``.
 
     Raises:
-        ValueError: both ``groups`` and ``pg_collection`` are given; the group of a marked parameter
+        ValueError: Both ``groups`` and ``pg_collection`` are given; the group of a marked parameter
             is None; marks contradict each other; ranks of a group hold different slices; token
             counts are needed and ``data`` and ``context`` do not contain the ranks of a chunk's
             mesh; ``num_tokens`` has several elements; an ``expert_bias`` and its counts differ in
-            shape. Gradients are unchanged.
-        TypeError: an argument has another type.
+            shape. Gradients are not changed in these cases.
+        TypeError: An argument has another type.
     """
     chunks = list(model_chunks) if isinstance(model_chunks, Iterable) else [model_chunks]
     _check_types(chunks, num_tokens, groups)
@@ -367,7 +368,7 @@ def _check_data_groups(
 def _find_marked(
     chunks: Sequence[DistributedDataParallel], groups: ModelParallelGroups, config: object
 ) -> dict[str, list[MarkedGrad]]:
-    """The gradients to reduce over each group, by the group's field."""
+    """Returns the gradients to reduce over each group, by the group's field."""
     has_qk_norms = bool(getattr(config, "qk_layernorm", False))
     marks = [*MARKS]
     if not getattr(config, "sequence_parallel", True):
@@ -407,7 +408,8 @@ def _sums_of(
     groups: ModelParallelGroups,
     has_qk_norms: bool,
 ) -> dict[str, bool]:
-    """For each group's field over which the parameter's gradient is reduced, whether to average."""
+    """Returns the fields of the groups over which the parameter's gradient is reduced, and for each
+    whether the gradient is averaged."""
     if not param.requires_grad:
         return {}
     if AVERAGE_MARK in marks and "sequence_parallel" in marks:
@@ -437,7 +439,7 @@ def _compare(
     compared = _cache_of(chunks[0].engine).compared
     for field in FIELDS:
         group: ProcessGroup | None = getattr(groups, field)
-        # Ranks without marked parameters take part as well: others of the group may have some.
+        # Ranks without marked parameters also take part, because other ranks may have some.
         if group is None or (group.size() == 1 and not marked[field]):
             continue
         ids = [id(b.sharded_params[i]) for each in marked[field] for b, i in each.places]
@@ -462,8 +464,9 @@ def _spanned_group(
     what: str,
     biases: Sequence[tuple[str, Tensor]] = (),
 ) -> ProcessGroup | None:
-    """The group that spans ``axes``. In the first call, check that it contains the chunks' meshes
-    and that its ranks have as many ``biases``, (name of the module, value), of the same sizes."""
+    """Returns the group that spans ``axes``. The first call checks that the group contains the
+    chunks' meshes, and that its ranks have the same number of ``biases`` (name of the module,
+    value), of the same sizes."""
     group = spanned_group(chunks[0].engine.mesh.device, *axes)
     compared = _cache_of(chunks[0].engine).compared
     engines, values = (id(chunk.engine) for chunk in chunks), (id(bias) for _, bias in biases)
@@ -494,12 +497,13 @@ def _check_covers_meshes(
 def _tokens_of_last_stage(
     num_tokens: int | float | Tensor, groups: ModelParallelGroups, device: torch.device
 ) -> Tensor:
-    """This rank's contribution to the number of tokens, 0-d fp64: 0 unless on the last stage."""
+    """Returns this rank's contribution to the number of tokens, 0-d fp64: 0 unless on the last
+    stage."""
     pipeline = groups.pipeline
     if pipeline is not None and pipeline.rank() != pipeline.size() - 1:
         return torch.zeros((), dtype=torch.float64, device=device)
     if isinstance(num_tokens, Tensor):
-        # A copy, so that the all-reduce does not modify the user's tensor.
+        # The tensor is copied, so that the all-reduce does not modify the user's tensor.
         return num_tokens.detach().reshape(()).to(device, torch.float64, copy=True)
     return torch.full((), num_tokens, dtype=torch.float64, device=device)
 

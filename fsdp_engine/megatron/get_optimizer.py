@@ -35,16 +35,16 @@ def get_megatron_optimizer(
 
     Args:
         config: Megatron-Core's ``OptimizerConfig`` with optimizer "adam" or "sgd".
-        model_chunks: modules wrapped in ``DistributedDataParallel`` of this package.
-        config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map:
-            as in Megatron-Core's function.
+        model_chunks: Modules wrapped in ``DistributedDataParallel`` of this package.
+        config_overrides, use_gloo_process_groups, pg_collection, dump_param_to_param_group_map: As
+            in Megatron-Core's function.
 
     Returns:
         A subclass of Megatron-Core's ``ChainedOptimizer``.
 
     Raises:
-        TypeError: a chunk is not wrapped in ``DistributedDataParallel`` of this package.
-        ValueError: a field of ``config`` selects an unsupported optimizer, or the wrapper has no
+        TypeError: A chunk is not wrapped in ``DistributedDataParallel`` of this package.
+        ValueError: A field of ``config`` selects an unsupported optimizer, or the wrapper has no
             fp32 main weights for parameters in bf16 or fp16.
     """
     from megatron.core.optimizer import get_megatron_optimizer as get_from_megatron

@@ -4,12 +4,12 @@
 
 [Note: Equal slices]
 Sums over tensor or pipeline ranks are independent of data parallelism: each rank has a slice of a
-gradient, and the other ranks of the group must have the same slice of theirs. No gradient is
-gathered, and a rank sends only its own slices. The ranks compare the slices' ranges once, before
+gradient, and the other ranks of the group must have the same slice of their gradient. No gradient
+is gathered, and a rank sends only its own slices. The ranks compare the slices' ranges once, before
 the first all-reduce.
 
 A flag is 1 if the rank has the gradient and 0 if ``.grad`` is None. If no rank of the group has a
-gradient, ``.grad`` stays None on all ranks; if any rank has one, all ranks get the sum, since
+gradient, ``.grad`` remains None on all ranks; if any rank has one, all ranks get the sum, since
 replicas would diverge otherwise. Only a rank with a missing gradient reads the flags, which is a
 host sync.
 """
@@ -38,7 +38,7 @@ class MarkedGrad:
     Attributes:
         name: The name of the parameter.
         places: (buffer, index) of the parameter and of its replicas in other chunks of this rank.
-        average: divide the sum by the size of the group.
+        average: Whether the sum is divided by the size of the group.
     """
 
     name: str
@@ -47,27 +47,28 @@ class MarkedGrad:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the gradient; defined also if ``.grad`` is None."""
+        """The dtype of the gradient. It is defined even if ``.grad`` is None."""
         return self.places[0][0].kind.dtypes.main_grad
 
     @property
     def numel(self) -> int:
-        """Elements of this rank's slice."""
+        """Number of elements of this rank's slice."""
         buffer, index = self.places[0]
         param = buffer.sharded_params[index]
         return (param.local if isinstance(param, FlatDTensor) else param).numel()
 
     def descriptions(self) -> list[str]:
-        """For each place its shape, slice, dtype and reduction, which ranks must agree on."""
+        """Returns the shape, slice, dtype and reduction of each place, which must be equal on all
+        ranks."""
         return [self._describe(buffer, index) for buffer, index in self.places]
 
     def slices(self) -> list[Tensor]:
-        """This rank's slices of the gradients that exist, 1-D."""
+        """Returns this rank's slices of the gradients that exist, 1-D."""
         return [_local(grad) for grad in self._grads() if grad is not None]
 
     def publish(self) -> list[Tensor]:
-        """This rank's slice of each place's gradient, 1-D. A missing gradient is published first,
-        with uninitialized values."""
+        """Publish missing gradients, with uninitialized values, and return this rank's slice of
+        each place's gradient, 1-D."""
         return [
             _local(buffer.published.publish_one(index) if grad is None else grad)
             for (buffer, index), grad in zip(self.places, self._grads(), strict=True)
@@ -93,12 +94,13 @@ def check_equal_over_group(
     """Raise on all ranks of the group unless their ``descriptions`` are the same. Collective.
 
     Args:
-        what: begins the error.
+        what: The start of the error message.
         names: The names of the described objects; they may differ between ranks.
-        descriptions: one per name.
+        descriptions: The description of each named object.
 
     Raises:
-        ValueError: gives the first description that differs, with its name, on two ranks.
+        ValueError: Descriptions differ. The message contains the first difference between two
+            ranks.
     """
     own = list(zip(names, descriptions, strict=True))
     per_rank: list[Any] = gather_objects(own, group)
@@ -119,8 +121,8 @@ def sum_over_group(
     One all-reduce, in fp32, or in fp64 if any gradient is fp64. Collective.
 
     Args:
-        marked: the gradients.
-        group: None: this rank only.
+        marked: The gradients.
+        group: The group. None: this rank only.
         device: The device of the gradients.
     """
     ordered = sorted(marked, key=lambda each: each.average)

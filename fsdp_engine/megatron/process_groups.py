@@ -26,18 +26,18 @@ class ModelParallelGroups:
     The value that ``dist.new_group`` returns on ranks outside the group is treated as None.
 
     Attributes:
-        tensor: ranks that hold shards of the same layers.
-        pipeline: ranks that hold the stages of one pipeline, first to last.
-        embedding: the stages that hold a copy of the tied word embedding: the first and the last.
-        position_embedding: the stages that hold a copy of the position embedding.
-        data: ranks that hold the same weights and process different samples.
-        context: ranks that hold the same weights and process different parts of the same samples.
-        expert: ranks over which experts are distributed. If these ranks are within the other
+        tensor: Ranks that hold shards of the same layers.
+        pipeline: Ranks that hold the stages of one pipeline, first to last.
+        embedding: The stages that hold a copy of the tied word embedding: the first and the last.
+        position_embedding: The stages that hold a copy of the position embedding.
+        data: Ranks that hold the same weights and process different samples.
+        context: Ranks that hold the same weights and process different parts of the same samples.
+        expert: Ranks over which experts are distributed. If these ranks are within the other
             groups, as in Megatron-Core, the field has no effect; otherwise token counts are also
             summed over it.
 
     Raises:
-        TypeError: a field is neither a ``ProcessGroup`` nor None.
+        TypeError: A field is neither a ``ProcessGroup`` nor None.
     """
 
     tensor: ProcessGroup | None = None
@@ -57,15 +57,17 @@ class ModelParallelGroups:
                 raise TypeError(f"{field.name}: expected a ProcessGroup or None; found {value!r}")
 
 
-# Keyed by the first group, then by the names of all groups. Values are weak references because the
-# spanned group may be the key itself; ``mesh.py`` keeps the groups that were created here alive.
+# Spanned groups by the first group of an argument list, then by the names of all its groups. Values
+# are weak references because the spanned group may be the key itself; ``mesh.py`` keeps the groups
+# that were created here alive.
 _SPANNED: weakref.WeakKeyDictionary[
     ProcessGroup, dict[tuple[str, ...], weakref.ref[ProcessGroup]]
 ] = weakref.WeakKeyDictionary()
 
 
 def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> ProcessGroup | None:
-    """The group of all ranks that are reachable along ``groups``, the axes of one grid. Collective.
+    """Returns the group of all ranks that are reachable along ``groups``, the axes of one grid.
+    Collective.
 
     The result is cached. The first call gathers, along one axis after the other, the set of ranks
     reached so far. Every rank of the grid must therefore call this function with its own groups
@@ -73,7 +75,7 @@ def spanned_group(device: torch.device, *groups: ProcessGroup | None) -> Process
 
     Args:
         device: The device of the tensors that the group will communicate.
-        *groups: None and groups of one rank are ignored.
+        *groups: The groups of the axes. None and groups of one rank are ignored.
 
     Returns:
         One of ``groups`` if it contains all of these ranks; None for a single rank.
@@ -115,10 +117,10 @@ class CollectedGroups:
     """This rank's groups by the field names of a ``ProcessGroupCollection``. None: no such group.
 
     Attributes:
-        tp, pp, ep: tensor, pipeline and expert parallelism.
-        embd, pos_embd: stages that hold a copy of the word or the position embedding.
-        dp, dp_cp: data parallelism without and with context parallelism.
-        expt_dp: ranks that hold the same experts.
+        tp, pp, ep: The groups of tensor, pipeline and expert parallelism.
+        embd, pos_embd: Stages that hold a copy of the word or the position embedding.
+        dp, dp_cp: The groups of data parallelism without and with context parallelism.
+        expt_dp: Ranks that hold the same experts.
     """
 
     tp: ProcessGroup | None = None
@@ -136,7 +138,7 @@ class CollectedGroups:
         return self.dp_cp if self.dp_cp is not None else self.dp
 
     def for_gradients(self) -> ModelParallelGroups:
-        """The groups for :func:`~.finalize_model_grads.finalize_model_grads`."""
+        """Returns the groups for :func:`~.finalize_model_grads.finalize_model_grads`."""
         return ModelParallelGroups(
             tensor=self.tp,
             pipeline=self.pp,
@@ -148,14 +150,14 @@ class CollectedGroups:
 
 
 def collect_groups(collection: object | None) -> CollectedGroups | None:
-    """The groups of ``collection``, or of Megatron-Core's ``parallel_state`` if it is None.
+    """Returns the groups of ``collection``, or of Megatron-Core's ``parallel_state`` if it is None.
 
     Returns:
         None if there is neither a collection nor an initialized ``parallel_state``.
 
     Raises:
-        ValueError: the collection has neither ``dp`` nor ``dp_cp``.
-        TypeError: a field of the collection is neither a ``ProcessGroup`` nor None.
+        ValueError: The collection has neither ``dp`` nor ``dp_cp``.
+        TypeError: A field of the collection is neither a ``ProcessGroup`` nor None.
     """
     if collection is None:
         return _of_parallel_state()

@@ -1,23 +1,26 @@
 """Megatron-Core's optimizers over sharded parameters. This file imports Megatron-Core.
 
 The optimizers step the wrapper's parameters, which are the main weights: each rank holds slices of
-them, in fp32 also if modules compute in bf16 or fp16. Differences from Megatron-Core:
+them, in fp32 even if modules compute in bf16 or fp16. There are three differences from
+Megatron-Core:
 
     norms, zeros        summed over the ranks that shard a parameter, then over model-parallel ranks
     master weights      are the parameters themselves: no copy before or after a step
     sharded_state_dict  full tensors on the host, with the keys of Megatron-Core's own optimizers
 
-``torch._amp_foreach_non_finite_check_and_unscale_`` on sharded tensors reduces Inf and NaN over
-the data-parallel ranks, then Megatron-Core's own all-reduce over model-parallel ranks.
+``torch._amp_foreach_non_finite_check_and_unscale_`` on sharded tensors reduces the flag of Inf and
+NaN over the data-parallel ranks. Megatron-Core's own all-reduce then reduces it over model-parallel
+ranks.
 
 [Note: Optimizer state in Megatron-Core's checkpoints]
 Entries have the keys and shapes of ``Float16OptimizerWithFloat16Params``:
 ``optimizer.state.exp_avg.<key>`` and ``optimizer.state.fp32_param.<key>`` with the ``<key>`` of the
-model's entry. If the metadata select the format ``fully_reshardable``, they have those of
-``DistributedOptimizer``, with ``param`` instead of ``fp32_param`` and the step in the param groups.
-Checkpoints therefore load at any level and number of ranks, including those of Megatron-Core's own
-optimizers. While a rank saves or loads, it holds the full state of its model-parallel shard on the
-host, as with ``fully_reshardable``; on the device the state of one buffer at a time is full.
+model's entry. If the metadata select the format ``fully_reshardable``, entries have the keys and
+shapes of ``DistributedOptimizer``, with ``param`` instead of ``fp32_param`` and the step in the
+param groups. Therefore checkpoints, including those of Megatron-Core's own optimizers, can be
+loaded at any level and number of ranks. While a rank saves or loads, it holds the full state of its
+model-parallel shard on the host, as with ``fully_reshardable``; on the device the state of one
+buffer at a time is full.
 """
 
 from __future__ import annotations
@@ -53,8 +56,8 @@ from fsdp_engine.megatron.distributed_data_parallel import (
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.clip import total_norm
 
-# Values of a parameter's attribute ``grad_norm_group`` that select a norm of its own, by which its
-# gradient is clipped. megatron-core 0.16 has none.
+# Values of the attribute ``grad_norm_group``. Gradients of the parameters with one value are
+# clipped by their own norm. megatron-core 0.16 has no such values.
 _NORM_GROUPS: tuple[str, ...] = getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ())
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
@@ -67,7 +70,7 @@ _MASTERS = "fp32_from_fp16_params"
 
 
 class _NormGroups:
-    """Mixin: norms of gradients, of each norm group by itself."""
+    """Mixin that computes the norm of gradients separately for each norm group."""
 
     norm_of_group: Any
     has_grad_norm_group: Any
@@ -75,13 +78,13 @@ class _NormGroups:
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:
-        """The 2-norm of all gradients but those with a norm group; each parameter counts once.
+        """Returns the 2-norm of all gradients without a norm group. Each parameter counts once.
         Collective."""
         return float(self.norm_of_group(None))
 
     @torch.no_grad()
     def _compute_grad_norms_by_group(self) -> dict[str, float]:
-        """The norm of each norm group that some rank has. Collective."""
+        """Returns the norm of each norm group that some rank has. Collective."""
         found = [group for group in _NORM_GROUPS if self.has_grad_norm_group(group)]
         self.grad_norms_by_group = {group: self.norm_of_group(group) for group in found}
         return self.grad_norms_by_group
@@ -91,7 +94,7 @@ class _ShardedOptimizer(_NormGroups):
     """Mixin for Megatron-Core's optimizers; see the module docstring.
 
     Attributes:
-        chunks: wrapped modules; the optimizer steps some or all of their parameters.
+        chunks: Wrapped modules; the optimizer steps some or all of their parameters.
     """
 
     chunks: Sequence[DistributedDataParallel]
@@ -101,12 +104,12 @@ class _ShardedOptimizer(_NormGroups):
     get_grad_stats_parallel_group: Any
 
     def norm_of_group(self, norm_group: str | None) -> float:
-        """The 2-norm of the gradients whose parameters have this ``grad_norm_group``. Collective.
-        None: of the others."""
+        """Returns the 2-norm of the gradients whose parameters have this ``grad_norm_group``; None:
+        of the parameters without one. Collective."""
         return math.sqrt(self._sum_over_ranks(_squared_norm, self._grads(norm_group)))
 
     def clip_grad_norm(self, clip_grad: float) -> float:
-        """Clip gradients to a norm of ``clip_grad``, each norm group by itself. Returns the norm
+        """Clip gradients to a norm of ``clip_grad``, each norm group separately. Returns the norm
         before clipping of the gradients without a norm group. Collective."""
         norm = self.get_grad_norm()
         others = self._compute_grad_norms_by_group()
@@ -118,19 +121,21 @@ class _ShardedOptimizer(_NormGroups):
         return norm
 
     def count_zeros(self) -> float:
-        """The number of zeros in all gradients. Collective."""
+        """Returns the number of zeros in all gradients. Collective."""
         grads = [grad for group in (None, *_NORM_GROUPS) for grad in self._grads(group)]
         return self._sum_over_ranks(_num_zeros, grads)
 
     def _grads(self, norm_group: str | None) -> list[Tensor]:
-        """Gradients of the parameters of a norm group, without those of other ranks' replicas."""
+        """Returns the gradients of the parameters of a norm group, without those of other ranks'
+        replicas."""
         optimizer: Any = self
         if not hasattr(optimizer, "get_grads_for_grad_norm"):  # megatron-core 0.16
             return list(optimizer.get_main_grads_for_grad_norm())
         return list(optimizer.get_grads_for_grad_norm(norm_group))
 
     def _sum_over_ranks(self, of_slices: Any, grads: Iterable[Any]) -> float:
-        """The sum of ``of_slices(slices)`` over the ranks that hold shards of the gradients."""
+        """Returns the sum of ``of_slices(slices)`` over the ranks that hold shards of the
+        gradients."""
         by_groups: dict[tuple[ProcessGroup, ...], list[Tensor]] = {}
         for grad in grads:
             is_flat = isinstance(grad, FlatDTensor)
@@ -148,25 +153,26 @@ class _ShardedOptimizer(_NormGroups):
         return float(total)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Does nothing: the model's parameters are the main weights, in full precision.
+        """Do nothing: the model's parameters are the main weights, in full precision.
 
         Args:
-            state_dict: ignored; loading it into the model has set the main weights.
+            state_dict: The model's state dict. It is ignored, since loading it has set the main
+                weights.
         """
 
     def save_parameter_state(self, filename: str) -> NoReturn:
-        """Not supported: one file with the state of all data-parallel ranks.
+        """Raise an error: one file with the state of all data-parallel ranks is not supported.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: The method was called.
         """
         raise RuntimeError(_NO_STATE_FILE)
 
     def load_parameter_state(self, filename: str, *, update_legacy_format: bool = False) -> None:
-        """Not supported; see :meth:`save_parameter_state`.
+        """Raise an error, as :meth:`save_parameter_state` does.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: The method was called.
         """
         raise RuntimeError(_NO_STATE_FILE)
 
@@ -175,12 +181,13 @@ class _ShardedOptimizer(_NormGroups):
     def _sharded_state(
         self, entries: Any, is_loading: bool, metadata: dict[str, Any] | None
     ) -> tuple[dict[str, Any], list[Any]]:
-        """The state and param groups of the torch optimizer, and the main weights by group, as
-        entries of a checkpoint. Collective unless ``is_loading``.
+        """Returns the state and param groups of the torch optimizer, and the main weights by group,
+        as entries of a checkpoint. Collective unless ``is_loading``.
 
         Args:
             entries: Megatron-Core's sharded state dict of the model.
-            is_loading: entries get uninitialized tensors to load into, without a gather.
+            is_loading: Put uninitialized tensors into the entries, to load into, and gather
+                nothing.
             metadata: The metadata of the checkpoint.
         """
         is_fully_reshardable = (metadata or {}).get(_FORMAT) == _FULLY_RESHARDABLE
@@ -226,7 +233,8 @@ class _ShardedOptimizer(_NormGroups):
         return {_STATE: state, _GROUPS: groups}, masters
 
     def _state_keys(self) -> list[str]:
-        """Names of the state tensors with the parameter's shape; also before the first step."""
+        """Returns the names of the state tensors with the parameter's shape, even before the first
+        step."""
         keys: dict[str, None] = {}
         if self.config.optimizer == "adam":
             keys = dict.fromkeys(("exp_avg", "exp_avg_sq"))
@@ -239,7 +247,7 @@ class _ShardedOptimizer(_NormGroups):
         return list(keys)
 
     def _master_params(self) -> list[list[Tensor]]:
-        """Each group's parameters whose compute dtype is narrower than their main dtype."""
+        """Returns each group's parameters whose compute dtype is narrower than their main dtype."""
         low = {id(param) for buffer, param in self._params_by_buffer() if _is_narrow(buffer)}
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [[param for param in group["params"] if id(param) in low] for group in groups]
@@ -259,7 +267,7 @@ class _ShardedOptimizer(_NormGroups):
         }
 
     def _empty_full_state(self, keys: list[str]) -> dict[str, dict[int, Tensor]]:
-        """Uninitialized full tensors on the host, by key and ``id`` of the parameter."""
+        """Returns uninitialized full tensors on the host, by key and ``id`` of the parameter."""
         return {
             key: {
                 id(param): allocator.empty(tuple(param.shape), param.dtype, "cpu")
@@ -269,7 +277,7 @@ class _ShardedOptimizer(_NormGroups):
         }
 
     def _gather_full_state(self, keys: list[str]) -> dict[str, dict[int, Tensor]]:
-        """The full state on the host, by key and ``id`` of the parameter. Collective."""
+        """Returns the full state on the host, by key and ``id`` of the parameter. Collective."""
         own = {id(param) for param in self.get_parameters()}
         found: dict[str, dict[int, Tensor]] = {key: {} for key in [*keys, _MAIN_WEIGHTS]}
         for chunk in self.chunks:
@@ -293,13 +301,13 @@ class _ShardedOptimizer(_NormGroups):
         loaded main weights into the parameters.
 
         Args:
-            state_dict: The state dict of the torch optimizer; parameters in its groups are numbers.
-            masters: full main weights by group; empty if the checkpoint has none.
+            state_dict: The state dict of the torch optimizer, with parameters as indices.
+            masters: Full main weights by group; empty if the checkpoint has none.
         """
         params = self.get_parameters()
         step = state_dict[_STATE].pop("common_step", None)
         for group in state_dict[_GROUPS]:
-            # Written by Megatron-Core's distributed optimizer over torch's Adam.
+            # Megatron-Core's distributed optimizer over torch's Adam writes the step into groups.
             if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
                 in_group = group.pop(_STEP, None)
                 step = in_group if step is None else step
@@ -309,7 +317,7 @@ class _ShardedOptimizer(_NormGroups):
             if step is not None:
                 states[index][_STEP] = torch.as_tensor(step, dtype=torch.float32).clone()
             elif isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
-                # Saved before the first step: empty state.
+                # The state was saved before the first step, when Adam has no state.
                 states[index] = states[index] if _STEP in state else {}
         with torch.no_grad():
             for row, values in zip(self._master_params(), masters, strict=False):
@@ -328,14 +336,14 @@ class ShardedFP32Optimizer(_ShardedOptimizer, FP32Optimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """The optimizer's entries of a checkpoint. Collective unless ``is_loading``. See
+        """Returns the optimizer's entries of a checkpoint. Collective unless ``is_loading``. See
         [Note: Optimizer state in Megatron-Core's checkpoints]."""
         return self._sharded_state(model_sharded_state_dict, is_loading, metadata)[0]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, or of a loaded :meth:`sharded_state_dict`."""
         state_dict = dict(state_dict)
-        if "optimizer" in state_dict:  # of DistributedOptimizer, which has no groups elsewhere
+        if "optimizer" in state_dict:  # DistributedOptimizer stores groups only here
             saved_groups = state_dict.pop("optimizer")[_GROUPS]
             pairs = zip(saved_groups, state_dict[_GROUPS], strict=True)
             state_dict[_GROUPS] = [{**group, **own} for group, own in pairs]
@@ -346,17 +354,17 @@ class ShardedFloat16Optimizer(_ShardedOptimizer, Float16OptimizerWithFloat16Para
     """Megatron-Core's ``Float16OptimizerWithFloat16Params`` over sharded parameters in fp32."""
 
     def _copy_main_params_to_model_params(self) -> None:
-        """Does nothing: they are the same tensors, and the engine casts during gathers."""
+        """Do nothing: main and model parameters are the same tensors, and gathers cast them."""
 
     _copy_main_params_to_param_buffer = _copy_main_params_to_model_params
 
     def _copy_model_params_to_main_params(self, state_dict: Any = None) -> None:
-        """Does nothing: they are the same tensors."""
+        """Do nothing: model and main parameters are the same tensors."""
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
     ) -> dict[str, Any]:
-        """The optimizer's entries of a checkpoint. Collective unless ``is_loading``. See
+        """Returns the optimizer's entries of a checkpoint. Collective unless ``is_loading``. See
         [Note: Optimizer state in Megatron-Core's checkpoints]."""
         inner, masters = self._sharded_state(model_sharded_state_dict, is_loading, metadata)
         found: dict[str, Any] = {"optimizer": inner, _MASTERS: masters}
@@ -379,18 +387,18 @@ class ShardedFloat16Optimizer(_ShardedOptimizer, Float16OptimizerWithFloat16Para
 
 
 class ShardedChainedOptimizer(_NormGroups, ChainedOptimizer):
-    """Megatron-Core's ``ChainedOptimizer`` of sharded optimizers. Sums the optimizers' statistics,
-    also if Megatron-Core would reduce them over one group at once."""
+    """Megatron-Core's ``ChainedOptimizer`` of sharded optimizers. It sums the statistics of the
+    optimizers, even where Megatron-Core reduces them over one group at once."""
 
     @torch.no_grad()
     def norm_of_group(self, norm_group: str | None) -> float:
-        """The norm of the gradients of a norm group. Collective."""
+        """Returns the norm of the gradients of a norm group. Collective."""
         norms = [optimizer.norm_of_group(norm_group) for optimizer in self.chained_optimizers]
         return math.sqrt(sum(norm**2 for norm in norms))
 
     @torch.no_grad()
     def count_zeros(self) -> float:
-        """The number of zeros in all gradients. Collective."""
+        """Returns the number of zeros in all gradients. Collective."""
         return float(sum(optimizer.count_zeros() for optimizer in self.chained_optimizers))
 
 
@@ -401,7 +409,7 @@ def sharded_optimizer(
     optimizer, gradient scaler and process groups.
 
     Raises:
-        ValueError: the optimizer has fp32 copies of parameters in a narrower dtype.
+        ValueError: The optimizer has fp32 copies of parameters in a narrower dtype.
     """
     if isinstance(megatron_optimizer, ChainedOptimizer):
         each = [
@@ -421,7 +429,7 @@ def sharded_optimizer(
         sharded = ShardedFP32Optimizer(inner, config, init_state)
     sharded.chunks = chunks
     sharded.grad_stats_parallel_group = megatron_optimizer.grad_stats_parallel_group
-    for name in ("tp_group", "expert_tp_group"):  # the latter not in megatron-core 0.16
+    for name in ("tp_group", "expert_tp_group"):  # megatron-core 0.16 has only the first
         if hasattr(megatron_optimizer, name):
             setattr(sharded, name, getattr(megatron_optimizer, name))
     return sharded
@@ -451,12 +459,13 @@ def _num_zeros(slices: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 def _is_narrow(buffer: ParamAndGradBuffer) -> bool:
-    """Whether the compute dtype differs from the main weights' dtype."""
+    """Returns whether the compute dtype differs from the main weights' dtype."""
     return buffer.kind.dtypes.compute != buffer.kind.dtypes.main
 
 
 def _slice_like(param: Tensor, value: Any) -> Any:
-    """This rank's shard of a full value with the parameter's shape; any other value unchanged."""
+    """Returns this rank's shard of a full value with the parameter's shape; any other value
+    unchanged."""
     if (
         not isinstance(value, Tensor)
         or isinstance(value, FlatDTensor)

@@ -73,12 +73,12 @@ _FIELD_OF_WRAPPER = {"reshard_after_forward": "TorchFullyShardedDataParallel"}
 
 @dataclass(frozen=True)
 class WrapperArguments:
-    """The parsed arguments of a wrapper; see :class:`~.distributed_data_parallel`.
+    """The parsed arguments of a wrapper; see ``distributed_data_parallel.py``.
 
     Attributes:
         model_config: Megatron-Core's config of the model; None with this package's own arguments.
         groups: Megatron-Core's groups; None if there are none.
-        keeps_after_forward: gathered parameters are not freed before their backward.
+        keeps_after_forward: Whether gathered parameters are kept until their backward.
     """
 
     module: nn.Module
@@ -107,7 +107,8 @@ ParseArguments = Callable[..., WrapperArguments]
 def requested_mesh(
     parse: ParseArguments, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> DeviceMesh | None:
-    """The mesh that the arguments select, also if other arguments are invalid; None: all ranks."""
+    """Returns the mesh that the arguments select, even if other arguments are invalid; None: all
+    ranks."""
     given: Mapping[str, Any]
     try:
         given = inspect.signature(parse).bind_partial(*args, **kwargs).arguments
@@ -130,7 +131,8 @@ def requested_mesh(
 
 
 def parser_for(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ParseArguments:
-    """The parser for a call of ``DistributedDataParallel``: this package's or Megatron-Core's."""
+    """Returns the parser for a call of ``DistributedDataParallel``: this package's or
+    Megatron-Core's."""
     return _parse_megatron if _is_megatron_call(args, kwargs) else _parse_own
 
 
@@ -141,7 +143,7 @@ def _is_megatron_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_config(found: object) -> bool:
-    """Whether it is a ``DistributedDataParallelConfig`` of this package or of Megatron-Core."""
+    """Returns whether ``found`` is a config of this package or of Megatron-Core."""
     return dataclasses.is_dataclass(found) and hasattr(found, "overlap_grad_reduce")
 
 
@@ -193,7 +195,8 @@ def _parse_megatron(
     if mesh is None and groups is not None and groups.data is not None:
         mesh = mesh_of_group(groups.data)
     if expert_mesh is None and groups is not None and groups.expt_dp is not None:
-        # Also where expt_dp has the ranks of the data group: tensor ranks may hold other experts.
+        # The mesh is needed even if expt_dp has the same ranks as the data group, because tensor
+        # ranks may hold different experts.
         expert_mesh = mesh_of_group(groups.expt_dp) if _has_experts(module) else None
     return WrapperArguments(
         module,
@@ -308,7 +311,7 @@ def _check_names_no_other_level(ddp_config: Any) -> None:
 
 
 def _inner_size(mesh: DeviceMesh | None, num_rows: int) -> int:
-    """Number of ranks over which a parameter is sharded."""
+    """Returns the number of ranks over which a parameter is sharded."""
     if mesh is not None and mesh.ndim == 2:
         return mesh.size(1)
     return len(ranks_that_meet(mesh)) // num_rows
@@ -321,7 +324,7 @@ def _as_list(given: object, name: str) -> list[Any]:
 
 
 def _class_of(given: object, name: str) -> type[nn.Module]:
-    """A module class, imported if a dotted path is given."""
+    """Returns a module class, imported if a dotted path is given."""
     found = given
     if isinstance(given, str):
         path, _, attribute = given.rpartition(".")
@@ -338,7 +341,7 @@ def _class_of(given: object, name: str) -> type[nn.Module]:
 
 
 def _modules_of(model: nn.Module, classes: Iterable[type[nn.Module]]) -> list[nn.Module]:
-    """The modules of these classes that have parameters, in module order."""
+    """Returns the modules of these classes that have parameters, in module order."""
     wanted = tuple(classes)
     return [
         module
@@ -360,7 +363,8 @@ def _no_modules_error(
 def _torch_fsdp_classes(
     config: Any, model: nn.Module, given: object, name: str
 ) -> list[type[nn.Module]]:
-    """The classes of modules that become units, with those of ``_fsdp_modules`` attributes."""
+    """Returns the classes of modules that become units, with those of ``_fsdp_modules``
+    attributes."""
     more = [each for module in model.modules() for each in getattr(module, "_fsdp_modules", ())]
     if given is None and not more:
         return []  # the engine's default units, which are also layers
@@ -370,7 +374,7 @@ def _torch_fsdp_classes(
     else:
         classes = [_class_of(each, name) for each in _as_list(given, name)]
     if getattr(config, "transformer_impl", None) == "local":
-        # The local implementation's transformer layers contain them.
+        # In the local implementation transformer layers contain ColumnParallelLinear.
         classes = [each for each in classes if each.__name__ != "ColumnParallelLinear"]
     return classes + more
 
@@ -397,13 +401,13 @@ def config_from(
     class. Later assignments to ``given`` have no effect on it.
 
     Args:
-        given: the config.
+        given: The config.
         name: The name of the argument, for errors.
-        read_by_wrapper: fields of Megatron-Core's class that the caller reads itself.
-        **changes: values of fields that override those of ``given``.
+        read_by_wrapper: Fields of Megatron-Core's class that the caller reads itself.
+        **changes: Values of fields that override those of ``given``.
 
     Raises:
-        ValueError: an unsupported field is not at its default, or fields contradict each other.
+        ValueError: An unsupported field is not at its default, or fields contradict each other.
         TypeError: ``given`` is of neither class.
     """
     if isinstance(given, DistributedDataParallelConfig):

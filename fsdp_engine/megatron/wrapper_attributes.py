@@ -25,7 +25,7 @@ class MegatronClassMixin:
     for ``unwrap_model`` and training loops. ``type(wrapper)`` is the wrapper's own class.
 
     Attributes:
-        megatron_class: name of the class of ``megatron.core.distributed`` that the wrapper
+        megatron_class: Name of the class of ``megatron.core.distributed`` that the wrapper
             replaces.
     """
 
@@ -39,7 +39,7 @@ class MegatronClassMixin:
 
 
 def _group(field: str, doc: str) -> Any:
-    """A property of the wrapper: the process group in this field of ``groups``, or None."""
+    """Returns a property of the wrapper: the process group in this field of ``groups``, or None."""
     return property(lambda self: getattr(self.groups, field), doc=doc)
 
 
@@ -47,20 +47,21 @@ class WrapperAttributes(MegatronClassMixin, nn.Module):
     """Base class of the wrapper with these attributes; see the module docstring.
 
     Attributes:
-        module: the wrapped module.
+        module: The wrapped module.
         config: Megatron-Core's config of the model; None if the wrapper was given none.
-        sums_gradients: gradients are sums over data-parallel ranks because ``config`` has
+        sums_gradients: Whether gradients are sums over data-parallel ranks, because ``config`` has
             ``calculate_per_token_loss``. Otherwise they are means.
-        ddp_config: a copy of the config for Megatron-Core's code, with ``use_megatron_fsdp`` False
+        ddp_config: A copy of the config for Megatron-Core's code, with ``use_megatron_fsdp`` False
             since the engine is not Megatron-FSDP. ``engine.config`` is the config itself.
-        bucket_size: number of elements at which a bucket is closed. None: ``num_buckets`` or
+        bucket_size: Number of elements at which a bucket is closed. None: ``num_buckets`` or
             ``disable_bucketing`` sets the number of buckets.
-        groups: process groups by the field names of a ``ProcessGroupCollection``.
-        bucket_groups, expert_parallel_bucket_groups, expert_parallel_buffers: empty.
-        param_to_bucket_group: empty.
-        remove_forward_pre_hook_handles: non-empty while forward pre-hooks are enabled.
-        force_all_reduce: False.
-        overlap_param_gather_with_optimizer_step: assigned by ``get_megatron_optimizer``.
+        groups: Process groups by the field names of a ``ProcessGroupCollection``.
+        bucket_groups, expert_parallel_bucket_groups, expert_parallel_buffers: Empty lists.
+        param_to_bucket_group: An empty dict.
+        remove_forward_pre_hook_handles: Non-empty while forward pre-hooks are enabled.
+        force_all_reduce: Always False.
+        overlap_param_gather_with_optimizer_step: False until Megatron-Core's
+            ``get_megatron_optimizer`` assigns it.
     """
 
     module: nn.Module
@@ -102,7 +103,7 @@ class WrapperAttributes(MegatronClassMixin, nn.Module):
         """Record that forward pre-hooks are disabled.
 
         Args:
-            param_sync: gather parameters; all of them are current on return. Collective.
+            param_sync: Gather parameters; all of them are current on return. Collective.
         """
         assert self.use_forward_hook
         self.remove_forward_pre_hook_handles.clear()
@@ -122,8 +123,9 @@ class WrapperAttributes(MegatronClassMixin, nn.Module):
 
     @property
     def buffers(self) -> _Buffers:
-        """``nn.Module.buffers``. In Megatron-Core's wrapper the attribute is the list of gradient
-        buffers that its distributed optimizer iterates over; iterating over this one raises."""
+        """``nn.Module.buffers``. In Megatron-Core's wrapper this attribute is the list of gradient
+        buffers, over which its distributed optimizer iterates. Iterating over this object
+        raises."""
         return _Buffers(super().buffers)
 
     dp_group = _group("dp", "The data-parallel group.")
@@ -148,7 +150,7 @@ class _Buffers:
         return found
 
     def __add__(self, others: list[object]) -> list[object]:
-        """All gradient buffers of the wrapper, with ``expert_parallel_buffers``: none."""
+        """Returns the wrapper's gradient buffers and ``expert_parallel_buffers``: an empty list."""
         return [*others]
 
     def __iter__(self) -> NoReturn:

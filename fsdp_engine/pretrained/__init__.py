@@ -1,1 +1,1 @@
-"""Models of Hugging Face folders: into shards, and out of them."""
+"""Loads models from Hugging Face folders into shards, and saves them."""

@@ -1,6 +1,6 @@
-"""Adapters in models that are loaded and saved: those of an extension, or none.
+"""Loads and saves adapters of PEFT through the extension ``adapters``, if it exists.
 
-Each function is that of the extension's module, or what it returns for a model without adapters.
+Each function calls the extension. Without the extension, models have no adapters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import find_module
 
-# Name of a layer in the model, and name of one of its adapters.
+# The name of a layer in the model, and the name of one of its adapters.
 Place = tuple[str, str]
 
 _NAMES, _FOLDER = "adapters.peft_names", "adapters.adapter_folder"
@@ -37,7 +37,7 @@ def adapter_layers(model: nn.Module) -> Any:
 
 
 def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
-    """Returns the base model; for each name in it, the names in ``model``."""
+    """Returns the base model, and for each of its names the names in ``model``."""
     if (names := find_module(_NAMES)) is None:
         return model, {name: (name,) for name in model.state_dict(keep_vars=True)}
     found: tuple[nn.Module, dict[str, tuple[str, ...]]] = names.base_names(model)
@@ -45,26 +45,26 @@ def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]
 
 
 def adapters_only(model: nn.Module) -> bool:
-    """Whether a save of ``model`` writes its adapters alone."""
+    """Returns whether a save of ``model`` writes only its adapters."""
     names = find_module(_NAMES)
     return names is not None and names.peft_model(model)[0] is model
 
 
 def holds_adapter(folder: Path) -> bool:
-    """Whether a folder contains an adapter, and no model."""
+    """Returns whether a folder contains an adapter and no model."""
     found = find_module(_FOLDER)
     return found is not None and bool(found.holds_adapter(folder))
 
 
 def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> Any:
-    """Match an adapter's folder with a model.
+    """Match the tensors of an adapter's folder with those of a model.
 
     Raises:
-        ValueError: see the extension; or there is none.
+        ValueError: The adapter does not fit the model, or the extension does not exist.
     """
     return find_module(_FOLDER, needed_by="adapter").match_adapter(engine, folder, adapter)
 
 
 def save_adapters(engine: Engine, folder: Path, dtype: Any, tokenizer: Any) -> None:
-    """Write every adapter, if :func:`adapters_only`. Collective."""
+    """Write all adapters of a model for which :func:`adapters_only` is true. Collective."""
     find_module(_FOLDER).save_adapters(engine, folder, dtype, tokenizer)

@@ -1,10 +1,10 @@
 """Applies conversions of ``transformers`` between tensors in files and a model's parameters.
 
 The classes of ``transformers`` declare which tensors are renamed, fused, split and transposed
-between files and memory (its ``conversion_mapping.py``, since version 5). These conversions are
-applied to :class:`~fsdp_engine.checkpoint.pieces.Pieces` instead of tensors, which yields names and
-locations, and reads nothing. A new model in ``transformers`` needs no code here, as long as its
-conversions are reindexing.
+between files and memory (its ``conversion_mapping.py``, since version 5). This module applies them
+to :class:`~fsdp_engine.checkpoint.pieces.Pieces` instead of tensors, which yields names and
+locations of elements and reads nothing. A new model in ``transformers`` needs no code here, as long
+as its conversions are reindexing.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ Stored = dict[str, list[Pieces]]
 def as_in_memory(
     model: nn.Module, stored: Mapping[str, Pieces], key_mapping: Mapping[str, str] | None
 ) -> Stored:
-    """Convert stored tensors to those of the model, by name. Unknown tensors keep their names.
+    """Convert the tensors of files to tensors of the model, by name. Unknown names are kept.
 
-    Modules of PEFT are ignored, because files are those of the base model.
+    Modules of PEFT are ignored, because the files contain the base model.
 
     Args:
-        model: sharded or not; a model of transformers, a module that contains one, or any other.
-        stored: tensors by their names in the files.
-        key_mapping: regular expressions for names in the files, and replacements.
+        model: A model of transformers, a module that contains one, or any other module; sharded or
+            not.
+        stored: The tensors by their names in the files.
+        key_mapping: Regular expressions for names in the files, and their replacements.
 
     Raises:
-        ValueError: a conversion does not fit the stored tensors, or is not a reindexing, or the
+        ValueError: A conversion does not fit the stored tensors or is not a reindexing, or the
             weights are quantised.
     """
     base, places = base_names(model)
@@ -58,14 +59,14 @@ def as_in_memory(
 
 
 def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces]:
-    """Convert a model's tensors to those of files, by name.
+    """Convert the tensors of a model to tensors of files, by name.
 
     Args:
-        model: sharded or not.
-        held: tensors by their names in memory.
+        model: The model; sharded or not.
+        held: The tensors by their names in the model.
 
     Raises:
-        ValueError: a conversion does not fit, or is not a reindexing.
+        ValueError: A conversion does not fit the tensors or is not a reindexing.
     """
     inner, prefix = _of_transformers(model)
     if inner is None or prefix:
@@ -84,7 +85,7 @@ def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces
 
 
 def ignored(model: nn.Module) -> Callable[[str], bool]:
-    """Returns a predicate of names that the model's class declares as ignored in files, such as
+    """Returns a predicate of the names in files that the model's class declares as ignored, such as
     buffers that older versions saved."""
     inner, _ = _of_transformers(base_names(model)[0])
     patterns = list(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
@@ -92,12 +93,12 @@ def ignored(model: nn.Module) -> Callable[[str], bool]:
 
 
 class _Conversion:
-    """Conversions of one model.
+    """The conversions of one model.
 
     Args:
         model: The model of transformers.
-        names: its tensors, by name.
-        key_mapping: see :func:`as_in_memory`.
+        names: The model's tensors, by name.
+        key_mapping: Replacements of names; see :func:`as_in_memory`.
     """
 
     def __init__(

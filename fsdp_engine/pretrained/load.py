@@ -1,6 +1,6 @@
 """``load_pretrained``: loads a Hugging Face folder into a sharded model.
 
-Tensors that are missing in the folder and have no values yet are initialized by the model.
+The model initializes the tensors that are not in the folder and have no values yet.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from fsdp_engine.pretrained.conversions import as_in_memory, ignored
 
 @dataclass(frozen=True)
 class Initialization:
-    """Plan of the initialization of a model for a pretrained folder.
+    """The plan for the initialization of a model before a pretrained folder is read.
 
     Attributes:
-        modules: modules with tensors that have no values and are not in the folder; children first.
-            All of their tensors are initialized, and those in the folder are read afterwards.
+        modules: Modules with tensors that have no values and are not in the folder; children first.
+            All of their tensors are initialized, and the tensors in the folder are read afterwards.
         names: The names of the tensors without values.
-        kept: tensors of the same modules that are not in the folder and have values already.
-        adapters: adapters of PEFT without values.
-        following: adapters with tensors that are computed from the base weights of the folder.
+        kept: Tensors of the same modules that are not in the folder and already have values.
+        adapters: The adapters of PEFT without values.
+        following: Adapters whose tensors are computed from the base weights in the folder.
     """
 
     modules: tuple[nn.Module, ...] = ()
@@ -53,8 +53,8 @@ def plan_initialization(
     Args:
         engine: The engine of the model. Tensors have no values if they were sharded with
             ``initial_values="empty"`` and not loaded since.
-        missing: names of the model's tensors that are not in the folder.
-        is_base: whether the folder contains the base model of PEFT's adapters.
+        missing: The names of the model's tensors that are not in the folder.
+        is_base: Whether the folder contains a base model, not an adapter.
     """
     model = engine.model
     without = {name for name in missing if name in engine.missing_values}
@@ -79,10 +79,10 @@ def plan_initialization(
 
 
 def initialize(model: nn.Module, own: Initialization) -> None:
-    """Initialize modules by ``reset_parameters`` and the model's ``_init_weights``, and adapters as
-    PEFT does.
+    """Initialize modules with ``reset_parameters`` and the model's ``_init_weights``, and adapters
+    as PEFT does.
 
-    Values are those of a model that is not sharded, drawn from the first rank's generator.
+    The values equal those of an unsharded model, drawn from the first rank's generator.
     """
     init_weights = getattr(model, "_init_weights", None)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def initialize(model: nn.Module, own: Initialization) -> None:
 
 
 def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
-    """Compute tensors of adapters from base weights. Collective; unshards one unit at a time."""
+    """Compute tensors of adapters from base weights. Collective. Unshards one unit at a time."""
     layers, left = adapter_layers(engine.model), list(following)
     for unit in engine.units if left else ():
         owners = {module for each in unit.buffers for r in each.records for module, _ in r.holders}
@@ -118,7 +118,7 @@ def check_initialized(engine: Engine, names: Collection[str]) -> None:
     """Check that tensors that are not in the folder were initialized. Collective.
 
     Raises:
-        ValueError: a tensor contains NaN; on all ranks.
+        ValueError: A tensor contains NaN. All ranks raise.
     """
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if name in names and isinstance(value, torch.Tensor) and value.isnan().any():
@@ -133,11 +133,12 @@ WHAT = "load_pretrained"
 
 @dataclass(frozen=True)
 class LoadedPretrained:
-    """Names that differ between a model and a folder.
+    """The names that differ between a model and a folder.
 
     Attributes:
-        missing: tensors of the model that are not in the folder, and keep their initial values.
-        unexpected: tensors of the folder that are not in the model.
+        missing: The tensors of the model that are not in the folder. They keep their initial
+            values.
+        unexpected: The tensors of the folder that are not in the model.
     """
 
     missing: tuple[str, ...]
@@ -156,40 +157,41 @@ def load_pretrained(
     """Read the weights of a Hugging Face folder into a sharded model. Collective.
 
     Each rank reads the bytes of its own slices, with several reads in flight, and converts them to
-    the main weights' dtypes. In addition to its shard a rank needs some 64 MiB. The model may have
-    been sharded on the meta device; ``initial_values="empty"`` skips its initialization.
+    the dtypes of the main weights. A rank needs about 64 MiB in addition to its shard. The model
+    may have been sharded on the meta device; ``initial_values="empty"`` skips its initialization.
     Conversions of ``transformers`` between files and memory (renaming, fusing, splitting,
     transposing) are applied.
 
-    For a model of PEFT, ``folder`` is a base model's (with ``strict=False``, because it contains no
-    adapters), or an adapter's, with ``adapter_config.json`` and no base model; then only the
-    adapter is loaded.
+    For a model of PEFT, ``folder`` contains the base model (then pass ``strict=False``, because it
+    contains no adapters), or only an adapter with ``adapter_config.json``.
 
     Args:
-        model_or_engine: the sharded model, or its engine. Persistent buffers are read, too.
-        folder: contains ``model.safetensors``, or an index and its files; or
+        model_or_engine: The sharded model, or its engine. Persistent buffers are also read.
+        folder: Path of a folder with ``model.safetensors``, an index and its files, or
             ``adapter_model.safetensors``.
-        strict: raise if tensors are missing or unexpected. False: missing ones (a new head,
-            adapters) keep their values, or are initialized by the model if they have none; the
-            first rank warns of both.
-        key_mapping: regular expressions for names in the files, and replacements, applied before
-            the model's conversions.
-        adapter: name in the model of the adapter in ``folder``; None: the only one, or "default".
-        progress: Show a progress bar on the first rank's stderr. None: if it is a terminal.
+        strict: Raise if tensors are missing or unexpected. False: missing tensors (a new head,
+            adapters) keep their values, or the model initializes them if they have none; the first
+            rank warns of missing and unexpected tensors.
+        key_mapping: Regular expressions for names in the files, and their replacements, which are
+            applied before the model's conversions.
+        adapter: The model's name of the adapter in ``folder``. None: the only adapter, or
+            "default".
+        progress: Show a progress bar on the first rank's stderr. None: only if stderr is a
+            terminal.
 
     Returns:
-        The missing and the unexpected names.
+        The names of missing and of unexpected tensors.
 
     Raises:
-        ValueError: tensors are missing or unexpected (with ``strict``), of another shape, or of a
-            dtype that cannot be converted; all of them are listed. Or the model is not sharded, a
-            conversion does not fit, or the folder's weights are quantised.
-        OSError: the folder or a file is missing.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``; or reading failed
-            half way. Weights are then partly replaced, and forwards and saves raise until weights
-            are loaded.
+        ValueError: Tensors are missing or unexpected (with ``strict``), of another shape, or of a
+            dtype that cannot be converted; the message lists all of them. Or the model is not
+            sharded, a conversion does not fit, or the folder's weights are quantised.
+        OSError: The folder or a file is missing.
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``. Or reading
+            failed halfway: weights are then partly replaced, and forwards and saves raise until
+            weights are loaded.
 
-    Each error is raised on all ranks; all but the last before anything is changed.
+    All ranks raise each error. Weights are unchanged after any error except a failed read.
     """
     engine = engine_of_model(model_or_engine)
     group = engine.ranks.control_group
@@ -230,10 +232,10 @@ def load_pretrained(
 
 
 def engine_of_model(given: nn.Module | Engine) -> Engine:
-    """Returns an engine unchanged, and the engine of a sharded model.
+    """Returns the engine of a sharded model. An engine is returned unchanged.
 
     Raises:
-        ValueError: the model is not sharded.
+        ValueError: The model is not sharded.
     """
     if isinstance(given, Engine):
         return given

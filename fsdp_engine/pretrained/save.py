@@ -25,7 +25,7 @@ from fsdp_engine.pretrained.load import engine_of_model
 
 WHAT = "save_pretrained"
 CONFIG = "config.json"
-# The config of an older model, while it is being replaced.
+# The file name of an older model's config while a save replaces the model.
 BEFORE = "config.json.before"
 
 
@@ -40,31 +40,32 @@ def save_pretrained(
     """Write a model of ``transformers`` or ``diffusers`` as its own ``save_pretrained`` would.
     Collective.
 
-    All ranks write their slices, with the names and layout of pretrained files: conversions in
-    memory (fusing, splitting, transposing) are reverted. A tied weight is written once, under its
-    first name. ``config.json`` is written last: without it the folder is not a model, so that a
-    killed job does not leave a partial model. (That of an older model is kept as
-    ``config.json.before``.)
+    All ranks write their slices, with the names and layout of pretrained files: conversions that
+    were applied in memory (fusing, splitting, transposing) are reverted. A tied weight is written
+    once, under its first name. ``config.json`` is written last, so that a killed job does not leave
+    a folder that looks like a complete model. During a save the config of an older model is kept as
+    ``config.json.before``.
 
-    For a model of PEFT only its adapters are written, as its ``save_pretrained`` would:
-    ``adapter_config.json`` and ``adapter_model.safetensors``. They are gathered on the first rank.
+    For a model of PEFT only the adapters are written, as its ``save_pretrained`` would:
+    ``adapter_config.json`` and ``adapter_model.safetensors``. The first rank gathers and writes
+    them.
 
     Args:
-        model_or_engine: the sharded model, or its engine.
-        folder: on storage that all ranks share; created if it does not exist.
-        dtype: The dtype of floating-point tensors; None: that of the main weights.
-        max_shard_size: maximum bytes of tensors in one file, or a text such as "5GB"; adapters are
-            always one file.
-        tokenizer: tokenizer or processor with ``save_pretrained(folder)``, on the first rank.
+        model_or_engine: The sharded model, or its engine.
+        folder: Path on storage that all ranks share; the folder is created if it does not exist.
+        dtype: The dtype of floating-point tensors. None: the dtype of the main weights.
+        max_shard_size: Maximum bytes of tensors in one file, or a string such as "5GB". Adapters
+            are always one file.
+        tokenizer: A tokenizer or processor, whose ``save_pretrained(folder)`` the first rank calls.
 
     Raises:
-        ValueError, TypeError: an argument is not legal or differs between ranks; the model is not
-            sharded, or of neither library; or its conversions are not reindexing.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``, or before weights are
-            loaded.
-        OSError: the folder cannot be written.
+        ValueError, TypeError: An argument is not legal or differs between ranks, the model is not
+            sharded or of neither library, or a conversion of the model is not a reindexing.
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``, or weights
+            are not loaded yet.
+        OSError: The folder cannot be written.
 
-    Each error is raised on all ranks.
+    All ranks raise each error.
     """
     engine = engine_of_model(model_or_engine)
     model: Any = engine.model
@@ -93,7 +94,7 @@ def save_pretrained(
         ranks = engine.ranks
         stem = DIFFUSERS_STEM if is_diffusers else STEM
         export_sources(WHAT, sources, directory, dtype, max_shard_size, ranks=ranks, stem=stem)
-    except Exception as caught:  # on all ranks
+    except Exception as caught:  # raised on all ranks
         error = caught
         if hidden:
             os.replace(directory / BEFORE, directory / CONFIG)
@@ -104,7 +105,7 @@ def save_pretrained(
                 (directory / BEFORE).unlink(missing_ok=True)
         except Exception as caught:
             error = caught
-    # All ranks return or raise after the folder has its final content.
+    # No rank returns or raises before the folder has its final content.
     agree(WHAT, error, group)
 
 
@@ -119,12 +120,12 @@ def _sources(engine: Engine, dtype: torch.dtype | None) -> list[Source]:
 
 
 def _is_of_diffusers(model: Any) -> bool:
-    """Whether the model writes its config itself, as those of ``diffusers`` do."""
+    """Returns whether the model writes its config itself, as models of ``diffusers`` do."""
     return callable(getattr(model, "save_config", None)) and hasattr(model, "config_name")
 
 
 def _write_others(model: Any, directory: Path, dtype: torch.dtype | None, tokenizer: Any) -> None:
-    """Write all files except weights, the config last."""
+    """Write all files except the weights. The config is written last."""
     if tokenizer is not None:
         tokenizer.save_pretrained(str(directory))
     if getattr(model, "can_generate", None) is not None and model.can_generate():

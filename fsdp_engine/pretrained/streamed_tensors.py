@@ -1,12 +1,12 @@
-"""Parameters and persistent buffers that a weight stream yields, and this rank's part of them.
+"""Finds the parameters and persistent buffers of a weight stream, and this rank's pieces of them.
 
-A receiver's tensors are the model's, or those of checkpoint files, which conversions of
-``transformers`` assemble from the model's (``pretrained/conversions.py``).
+The receiver gets the tensors of the model, or the tensors of checkpoint files, which conversions of
+``transformers`` assemble from the model's tensors (``pretrained/conversions.py``).
 
 [Note: Local pieces]
-If each rank streams the elements that it holds, each element is streamed by one rank. Ranks that
-hold the same slice of a flat buffer divide it into equal shares, so that at every level each rank
-streams, and keeps a version of, ``1 / number of ranks`` of the model:
+If each rank streams its own elements, each element is streamed by exactly one rank. Ranks that hold
+the same slice of a flat buffer divide it into equal shares. So at every level each rank streams
+``1 / number of ranks`` of the model, and stores the receiver's version of this part:
 
     flat buffer                        [................................]
     sharded over 2 inner ranks         [   inner 0     ][    inner 1    ]
@@ -42,13 +42,13 @@ class StreamedParam:
     """A parameter of the stream.
 
     Attributes:
-        name: its first name in the order of modules.
+        name: The first name of the parameter in the order of modules.
         shape: The shape of the unsharded tensor.
         dtype: The dtype of the streamed elements.
-        buffer, index: The buffer and index of its main weights.
-        before: offset of the buffer's tensor in the unsharded tensor, in elements: those of other
-            ranks' experts.
-        is_of_experts: whether ranks hold different experts.
+        buffer, index: The buffer that holds the main weights, and the parameter's index in it.
+        before: Number of elements of other ranks' experts before the buffer's tensor in the
+            unsharded tensor.
+        is_of_experts: Whether the parameter belongs to experts, of which ranks hold different ones.
     """
 
     name: str
@@ -61,7 +61,7 @@ class StreamedParam:
 
     def own(self) -> Part:
         """Returns this rank's piece (see [Note: Local pieces]): the index of its first element in
-        the buffer's tensor, and main weights, 1-D."""
+        the buffer's tensor, and its main weights, 1-D."""
         buffer = self.buffer
         depth, at = buffer.spec.optim_depth, buffer.mesh.coordinate
         local = buffer.weights.main.local(self.index, depth)
@@ -75,7 +75,7 @@ class StreamedParam:
 
     def parts(self, first: int, flat: Tensor) -> Iterator[Part]:
         """Split a flat range of the buffer's tensor into parts that are contiguous in the unsharded
-        tensor; yields the index of the first element there, and the elements."""
+        tensor. Yields the index of each part's first element there, and the elements."""
         if self._spread is None:
             yield self.before + first, flat
             return
@@ -86,7 +86,8 @@ class StreamedParam:
         """Convert flat indices in the buffer's tensor to flat indices in the unsharded tensor.
 
         Args:
-            elements: indices, int64, ascending; so is the result.
+            elements: Indices, int64, ascending. The result has the same dtype and is also
+                ascending.
         """
         if self._spread is None:
             return elements + self.before
@@ -106,11 +107,11 @@ class StreamedParam:
 class StreamedBuffer:
     """A persistent buffer of a module, with the interface of :class:`StreamedParam`.
 
-    If each rank streams its own piece, that of the first rank is the full buffer.
+    If each rank streams its own piece, the first rank streams the full buffer.
 
     Attributes:
-        tensor: the buffer.
-        is_mine: whether this is the first rank.
+        tensor: The tensor of the buffer.
+        is_mine: Whether this rank is the first rank, which streams the buffer.
     """
 
     name: str
@@ -139,17 +140,17 @@ StreamedTensor = StreamedParam | StreamedBuffer
 def streamed_tensors(
     engine: Engine, dtype: torch.dtype | None
 ) -> tuple[list[StreamedParam], list[StreamedBuffer]]:
-    """Find the parameters, in the order of units, and the persistent buffers of a model.
+    """Returns the parameters of a model, in the order of units, and its persistent buffers.
 
     A tied parameter is listed once. Entries that a user's hook removes from the ``state_dict`` are
-    not listed.
+    omitted.
 
     Args:
-        engine: at rest.
-        dtype: for floating-point tensors; None: that of the main weights.
+        engine: An engine without a running forward, backward or ``unsharded()``.
+        dtype: The streamed dtype of floating-point tensors. None: the dtype of the main weights.
 
     Raises:
-        ValueError: a tensor cannot be streamed; the message names it.
+        ValueError: A tensor cannot be streamed; the message names it.
     """
     found: dict[int, tuple[Tensor, str]] = {}
     for name, value in engine.model.state_dict(keep_vars=True).items():
@@ -196,7 +197,7 @@ def _param(
 
 
 def _share(buffer: ParamAndGradBuffer) -> tuple[int, int]:
-    """Range of the flat buffer that this rank streams. See [Note: Local pieces]."""
+    """Returns the range of the flat buffer that this rank streams. See [Note: Local pieces]."""
     depth, mesh = buffer.spec.optim_depth, buffer.mesh
     start, stop = buffer.layout.range(depth, mesh.coordinate)
     number, count = 0, 1
@@ -212,18 +213,19 @@ def _streamed_dtype(found: torch.dtype, wanted: torch.dtype | None) -> torch.dty
     return wanted if wanted is not None and found.is_floating_point else found
 
 
-# Flat indices of elements in a tensor, int64; and their values.
+# Flat indices of elements in a tensor, int64, and the values of these elements.
 Places = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the receiver.
+    """A tensor that the receiver gets.
 
     Attributes:
         name, shape, dtype: The name, shape and dtype of the tensor.
-        sources: tensors from which it is assembled.
-        pieces: how it is assembled; None: it equals its single source.
+        sources: The tensors of the model from which it is assembled.
+        pieces: The boxes of the sources from which it is assembled. None: it equals its only
+            source.
     """
 
     name: str
@@ -233,12 +235,12 @@ class OutputTensor:
     pieces: Pieces | None = None
 
     def boxes(self, source: StreamedTensor) -> list[Box]:
-        """Boxes of a source. Requires ``pieces``."""
+        """Returns the boxes of a source. Requires ``pieces``."""
         assert self.pieces is not None
         return [box for box in self.pieces.boxes if box.stored == source.name]
 
     def whole(self, whole_of: Callable[[StreamedTensor], Tensor]) -> Tensor:
-        """Assemble the tensor, contiguous, from unsharded sources."""
+        """Assemble the contiguous tensor from unsharded sources."""
         if self.pieces is None:
             return whole_of(self.sources[0])
         tensors = {source.name: whole_of(source) for source in self.sources}
@@ -255,12 +257,12 @@ class OutputTensor:
         return made
 
     def parts(self, source: StreamedTensor, first: int, flat: Tensor) -> Iterator[Part]:
-        """Yield the elements of a range of a source, in parts that are contiguous in this tensor.
+        """Yield a range of a source's elements, in parts that are contiguous in this tensor.
 
         Args:
-            source: one of the sources.
-            first: index of the first element in the buffer's tensor.
-            flat: the elements.
+            source: One of ``sources``.
+            first: The index of the first element in the buffer's tensor.
+            flat: The elements of the range, 1-D.
         """
         for there, part in source.parts(first, flat):
             if self.pieces is None:
@@ -273,8 +275,8 @@ class OutputTensor:
         """Convert indices of elements of a source to indices in this tensor.
 
         Args:
-            source: one of the sources.
-            elements: indices in the buffer's tensor, int64, ascending.
+            source: One of ``sources``.
+            elements: Indices in the buffer's tensor, int64, ascending.
             values: The values of these elements.
 
         Yields:
@@ -291,15 +293,15 @@ class OutputTensor:
 def output_tensors(
     sents: Sequence[StreamedTensor], model: nn.Module, *, as_in_files: bool
 ) -> list[OutputTensor]:
-    """Returns the tensors of the receiver.
+    """Returns the tensors that the receiver gets.
 
     Args:
-        sents: parameters and buffers of the model.
-        model: determines the layout in files.
-        as_in_files: use names and layout of files; False: of the model.
+        sents: The streamed parameters and buffers of the model.
+        model: The model, whose class determines the layout in files.
+        as_in_files: Use the names and layout of files. False: those of the model.
 
     Raises:
-        ValueError: a conversion of transformers does not fit, or is not a reindexing.
+        ValueError: A conversion of transformers does not fit, or is not a reindexing.
     """
     if not as_in_files:
         return [OutputTensor(each.name, each.shape, each.dtype, (each,)) for each in sents]
@@ -317,11 +319,11 @@ def output_tensors(
 
 
 def _view(box: Box, flat: Tensor) -> Tensor:
-    """View of the elements of a box, with the dims of the assembled tensor.
+    """Returns a view of the elements of a box, with the dims of the assembled tensor.
 
     Args:
         box: The box of a stored tensor.
-        flat: all elements of the stored tensor.
+        flat: All elements of the stored tensor, 1-D.
     """
     steps = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
     first = sum(start * step for start, step in zip(box.starts, steps, strict=True))

@@ -1,6 +1,6 @@
 """``weight_stream``: iterates over a model's weights, unit by unit, to send them to a receiver.
 
-Three modes, in the same order of units:
+There are three modes. All use the same order of units:
 
     full     each unit is gathered in the streamed dtype; yields (name, tensor)
     pieces   each rank yields its own elements, nothing is gathered; (name, offset, piece)
@@ -37,11 +37,11 @@ from fsdp_engine.pretrained.weight_version import Changes, WeightVersion
 
 
 class UnitMemory:
-    """Bytes for one unit. They are reused for the next unit, unless tensors over them are still
-    referenced: then the references keep them, and new bytes are allocated.
+    """The memory of one streamed unit. It is reused for the next unit, unless tensors over it are
+    still referenced. In this case the tensors keep it, and new memory is allocated.
 
     Args:
-        memory: allocator.
+        memory: The engine's memory manager.
         num_bytes: The number of bytes of the largest unit.
     """
 
@@ -51,7 +51,7 @@ class UnitMemory:
         self._held: tuple[TransientStorage, Tensor, int] | None = None
 
     def take(self) -> Tensor:
-        """Returns all bytes, for the next unit: uint8, 1-D."""
+        """Returns all bytes for the next unit, as a uint8 tensor, 1-D."""
         if self._held is not None and self._held[0].num_uses > self._held[2]:
             self.release()
         if self._held is None:
@@ -62,7 +62,7 @@ class UnitMemory:
         return self._held[1]
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor uses these bytes."""
+        """Returns whether a tensor is stored in this memory."""
         if self._held is None:
             return False
         mine: int = self._held[1].untyped_storage()._cdata
@@ -70,14 +70,15 @@ class UnitMemory:
         return is_mine
 
     def release(self) -> None:
-        """Release the bytes. They are freed with the last tensor over them."""
+        """Release the memory. It is freed with the last tensor over it."""
         if self._held is not None:
             self._held[0].leave()
             self._held = None
 
     def last_separate(self, items: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
         """Yield a unit's items, whose last elements are tensors. The tensor of the last item is
-        copied, because the caller's loop variable refers to it when the next unit takes memory."""
+        copied, because the caller's loop variable still refers to it when the next unit takes
+        memory."""
         held: tuple[Any, ...] | None = None
         for item in items:
             if held is not None:
@@ -91,7 +92,7 @@ class UnitMemory:
 WHAT = "weight_stream"
 _INT32_MAX = 2**31 - 1
 
-# (name, tensor), (name, offset, piece) or (name, indices, values).
+# An item is (name, tensor), (name, offset, piece) or (name, indices, values).
 Item = tuple[Any, ...]
 
 
@@ -104,7 +105,7 @@ def weight_stream(
     as_in_files: bool = False,
 ) -> WeightStream:
     """Stream a model's main weights and persistent buffers, unit by unit, for example to an
-    inference engine. Collective, and so is each iteration over the result::
+    inference engine. This call is collective, and so is each iteration over the result::
 
         for name, tensor in fe.weight_stream(engine, torch.bfloat16):
             if rank == 0:
@@ -112,45 +113,47 @@ def weight_stream(
 
     Items have one of three forms:
 
-    - by default ``(name, tensor)``, unsharded, on every rank. Each unit is gathered in the streamed
-      dtype, with one all-gather for each of its buffers, into memory for the largest unit.
-    - with ``pieces`` ``(name, offset, piece)``: each rank yields the elements that it holds, and
-      nothing is gathered. Pieces are 1-D, ``offset`` is the row-major index of their first element
-      in the unsharded tensor. Over all ranks each element is yielded once.
-    - with ``changed_since`` ``(name, indices, values)``: the elements of a rank that have changed
-      in the streamed dtype; nothing is gathered. A receiver executes
-      ``full.view(-1)[indices] = values``: ``indices`` is an int32 tensor (int64 for a tensor of
-      more than 2**31 - 1 elements), or a slice, if that needs fewer bytes.
+    - By default items are ``(name, tensor)``, unsharded, on every rank. Each unit is gathered in
+      the streamed dtype, with one all-gather for each of its buffers, into memory for the largest
+      unit.
+    - With ``pieces`` items are ``(name, offset, piece)``: each rank yields the elements that it
+      holds, and nothing is gathered. A piece is 1-D, and ``offset`` is the row-major index of its
+      first element in the unsharded tensor. Each element is yielded by exactly one rank.
+    - With ``changed_since`` items are ``(name, indices, values)``: each rank yields those of its
+      elements that have changed in the streamed dtype, and nothing is gathered. A receiver executes
+      ``full.view(-1)[indices] = values``. ``indices`` is an int32 tensor (int64 for a tensor of
+      more than 2**31 - 1 elements), or a slice if that needs fewer bytes.
 
-    Do not modify the tensors: they may share memory with the engine or the version. They are valid
-    until weights change, or until the next iteration with the same version.
+    Do not modify the yielded tensors: they may share memory with the engine or the version. They
+    are valid until weights change, or until the next iteration with the same version.
 
     A tied weight is yielded once, under its first name. Persistent buffers are yielded last; with
-    ``pieces`` or ``changed_since`` those of rank 0. Extra states of modules are omitted.
+    ``pieces`` or ``changed_since`` only rank 0 yields them. Extra states of modules are omitted.
 
     Args:
-        model_or_engine: the sharded model, or its engine; at rest during the iteration.
-        dtype: The dtype of floating-point tensors; None: that of the main weights.
-        changed_since: the version that the receiver has; a new object: nothing yet. It is updated
-            tensor by tensor: a tensor counts as received when the next item is requested. If the
-            loop ends earlier, the next stream yields the full tensor.
-        pieces: yield each rank's own elements.
-        as_in_files: use the names and layout of checkpoint files of ``transformers``
-            (:func:`~fsdp_engine.pretrained.save.save_pretrained`) instead of the model's.
+        model_or_engine: The sharded model, or its engine. No forward or backward may run during an
+            iteration.
+        dtype: The dtype of floating-point tensors. None: the dtype of the main weights.
+        changed_since: The version that the receiver has; a new object if it has nothing yet. The
+            version is updated tensor by tensor: a tensor counts as received when the loop requests
+            the next item. If the loop ends earlier, the next stream yields the full tensor.
+        pieces: Yield each rank's own elements.
+        as_in_files: Use the names and layout of checkpoint files of ``transformers``
+            (``save_pretrained``) instead of the model's.
 
     Returns:
-        An iterable for any number of iterations. Each streams the weights at its time.
+        An iterable for any number of iterations. Each iteration streams the current weights.
 
     Raises:
-        ValueError, TypeError: an argument is not legal or differs between ranks; the model is not
-            sharded; ranks hold different experts (without ``pieces`` and ``changed_since``); or a
+        ValueError, TypeError: An argument is not legal or differs between ranks, the model is not
+            sharded, ranks hold different experts (without ``pieces`` and ``changed_since``), or a
             conversion of transformers is not a reindexing.
-        RuntimeError: within a forward, a backward or ``engine.unsharded()``, before weights are
-            loaded, or after a load that failed half way. During an iteration: weights change
+        RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``, weights
+            are not loaded yet, or a load failed halfway. During an iteration: weights have changed
             before its end.
 
-    Each error is raised on all ranks, before anything is sent. (An iteration that gathers nothing
-    raises on the ranks whose weights changed.)
+    All ranks raise each error, before anything is sent. If nothing is gathered, only the ranks
+    whose weights have changed during an iteration raise.
     """
     engine = engine_of_model(model_or_engine)
     stream = WeightStream(engine, dtype, changed_since, pieces=pieces, as_in_files=as_in_files)
@@ -177,17 +180,18 @@ def weight_stream(
 
 
 def check_ready(engine: Engine) -> None:
-    """Check that weights can be read.
+    """Check that the weights of an engine can be read.
 
     Raises:
-        RuntimeError, ValueError: the engine is not at rest, or values are missing.
+        RuntimeError, ValueError: A forward, a backward or ``unsharded()`` is running, or values are
+            missing.
     """
     check_at_rest(engine)
     engine.missing_values.check()
 
 
 class TensorMetadata(NamedTuple):
-    """Name, dtype and shape of a tensor of the receiver."""
+    """The name, dtype and shape of a tensor that the receiver gets."""
 
     name: str
     dtype: torch.dtype
@@ -196,12 +200,13 @@ class TensorMetadata(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are streamed together: of one unit, or of several units that contribute to one
-    tensor of the receiver.
+    """Tensors that are streamed together: those of one unit, or of several units that contribute to
+    one tensor of the receiver.
 
     Attributes:
-        buffers: The buffers of these units.
-        given: tensors of the receiver, the smallest one last.
+        buffers: The buffers of the units.
+        given: The tensors that the receiver gets. The smallest one is last, since its copy is
+            cheapest.
     """
 
     buffers: tuple[ParamAndGradBuffer, ...]
@@ -209,10 +214,10 @@ class Group:
 
 
 class WeightStream:
-    """See :func:`weight_stream`, which makes it.
+    """The iterable that ``weight_stream`` returns.
 
     Attributes:
-        version: The version of the receiver, updated by each iteration; None: not used.
+        version: The version of the receiver, which each iteration updates. None: not used.
     """
 
     def __init__(
@@ -237,11 +242,11 @@ class WeightStream:
         return self._own_pieces() if self._pieces else self._full()
 
     def metadata(self) -> list[TensorMetadata]:
-        """Name, dtype and shape of all tensors of the receiver, in the order of full tensors.
-        Communicates nothing.
+        """Returns the name, dtype and shape of all tensors that the receiver gets, in the order of
+        full tensors. Communicates nothing.
 
         Raises:
-            ValueError: see :func:`weight_stream`.
+            ValueError: The tensors cannot be streamed; see ``weight_stream``.
         """
         return [
             TensorMetadata(given.name, given.dtype, given.shape)
@@ -250,10 +255,10 @@ class WeightStream:
         ]
 
     def plan(self) -> list[Group]:
-        """Tensors of the stream, in order.
+        """Returns the groups of tensors in the order in which they are streamed.
 
         Raises:
-            ValueError: see :func:`weight_stream`.
+            ValueError: The tensors cannot be streamed; see ``weight_stream``.
         """
         params, buffers = streamed_tensors(self._engine, self._dtype)
         if self.version is None and not self._pieces:
@@ -267,7 +272,8 @@ class WeightStream:
         return groups_of(self._engine, given)
 
     def _begin(self) -> tuple[list[Group], Any]:
-        """Agree that all ranks have a plan; returns it, and the state of the weights."""
+        """Check that all ranks have a plan. Returns the plan and the state of the weights.
+        Collective."""
         error: Exception | None = None
         groups: list[Group] = []
         try:
@@ -338,7 +344,7 @@ class WeightStream:
         return self._dtype if self._dtype is not None and main.is_floating_point else main
 
     def _full_bytes(self, buffer: ParamAndGradBuffer) -> int:
-        """Bytes of an unsharded buffer; 0 if its main weights are unsharded already."""
+        """Returns the bytes of an unsharded buffer; 0 if its main weights are unsharded already."""
         main, dtype = buffer.weights.main, self._sent_dtype(buffer)
         is_there = main.depth == 0 and main.tensor.dtype == dtype
         return 0 if is_there else buffer.layout.numel * dtype.itemsize
@@ -408,7 +414,7 @@ class WeightStream:
 def _items(
     given: OutputTensor, sent: StreamedTensor, start: int, changes: Changes, values: Tensor
 ) -> Iterator[Item]:
-    """Yield the changes of one source of a receiver's tensor."""
+    """Yield the items of one source's changes for one tensor of the receiver."""
     for low, high in changes.runs:
         for offset, part in given.parts(sent, start + low, values[low:high]):
             yield given.name, slice(offset, offset + part.numel()), _flat_contiguous(part)
@@ -429,15 +435,16 @@ def _flat_contiguous(part: Tensor) -> Tensor:
 
 
 def sources_of(group: Group) -> list[StreamedTensor]:
-    """Sources of a group's tensors, without duplicates."""
+    """Returns the sources of a group's tensors, without duplicates."""
     found = {sent.name: sent for given in group.given for sent in given.sources}
     return list(found.values())
 
 
 def groups_of(engine: Engine, given: list[OutputTensor]) -> list[Group]:
-    """Group tensors by units, in the order of units; buffers of modules are the last group."""
+    """Group tensors by units, in the order of units. Persistent buffers are the last group."""
     unit_of = {id(buffer): unit.index for unit in engine.units for buffer in unit.buffers}
-    # Disjoint sets of units that are streamed together; each refers to an earlier one.
+    # Disjoint sets of units that are streamed together: each unit refers to itself or to an earlier
+    # unit of its set.
     parent = list(range(len(engine.units) + 1))
 
     def first(index: int) -> int:

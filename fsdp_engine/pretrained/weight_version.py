@@ -1,4 +1,4 @@
-"""The version of a rank's weights that a receiver has, and changes since then."""
+"""``WeightVersion``: the weights that a receiver has, and the search for changes since then."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from fsdp_engine.memory import allocator
 
-# Elements of a comparison: on a CPU they fit into its cache.
+# Number of elements that are compared at once. On a CPU they fit into its cache.
 CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
-# Bytes of an index: int32, unless a tensor has more elements than int32 can represent.
+# Bytes of an index, which is int32 unless a tensor has more elements than int32 can represent.
 INDEX_BYTES = 4
 
-# If at least this fraction of groups of elements differs, the range is sent as a whole. About one
-# in three elements (in bf16) differs then, at which a range needs no more bytes than indices.
+# If at least this fraction of groups of 8 bytes differs, all elements of the range are sent. In
+# bf16 about one in three elements differs then, and the range needs no more bytes than indices.
 MOST_GROUPS = 0.8
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,11 +25,12 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Changes:
-    """Changes of a flat tensor.
+    """The changed elements of a flat tensor.
 
     Attributes:
-        runs: ranges that are sent as a whole, because most elements have changed, in order.
-        elements: indices of other changed elements, int64, ascending; None: no elements.
+        runs: Ranges (start, stop) of which all elements are sent because many have changed, in
+            order.
+        elements: Indices of the other changed elements, int64, ascending. None: no such elements.
         values: The values of these elements.
     """
 
@@ -39,17 +40,17 @@ class Changes:
 
 
 class WeightVersion:
-    """The version of this rank's weights that a receiver has; initially nothing.
+    """This rank's part of the weights that a receiver has. Initially the receiver has none.
 
-    :func:`weight_stream` yields the changes since a version, and updates it. It stores this rank's
-    part of the model in the streamed dtype: (elements of the model) x (bytes of the dtype) /
-    (number of ranks) bytes, at every level. One version represents one receiver, or several that
-    receive the same items.
+    ``weight_stream`` yields the changes since a version and updates the version. The object stores
+    this rank's part of the model in the streamed dtype: (elements of the model) x (bytes of the
+    dtype) / (number of ranks) bytes, at every level. One version represents one receiver, or
+    several receivers that get the same items.
 
     Args:
-        device: The device of the stored weights. None: that of the model. "cpu" saves memory of a
-            GPU; the version is then copied to the GPU for the comparison, some 16 million elements
-            at a time.
+        device: The device of the stored weights. None: the device of the model. "cpu" saves memory
+            of a GPU; the stored weights are then copied to the GPU for the comparison, 16 million
+            elements at a time.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -60,24 +61,25 @@ class WeightVersion:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes."""
+        """The number of stored bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def clear(self) -> None:
-        """Reset, for example because the receiver was restarted: the next stream yields
-        everything."""
+        """Forget the stored weights, for example because the receiver was restarted. The next
+        stream yields all weights."""
         self._tensors.clear()
         self._known.clear()
 
     def check(self, sent: Mapping[str, tuple[torch.dtype, int]]) -> None:
-        """Check that this is a version of these tensors, or empty.
+        """Check that this version contains no tensors but those in ``sent``, of the same dtypes and
+        sizes.
 
         Args:
-            sent: dtype and number of elements that this rank streams, by name.
+            sent: The dtype and the number of elements that this rank streams, by name.
 
         Raises:
-            ValueError: it is a version of other tensors.
-            RuntimeError: another iteration is updating it.
+            ValueError: The version contains other tensors.
+            RuntimeError: Another iteration is updating the version.
         """
         if self._is_used:
             raise RuntimeError(
@@ -102,14 +104,14 @@ class WeightVersion:
         self._is_used = False
 
     def update(self, name: str, new: Tensor, dtype: torch.dtype) -> tuple[Changes, Tensor]:
-        """Store new values; returns the changes, and all values in the streamed dtype.
+        """Store new values. Returns the changes, and all values in the streamed dtype.
 
-        Before :meth:`confirm` the receiver counts as having none of this tensor.
+        Until :meth:`confirm` is called, the receiver is considered to have no values of the tensor.
 
         Args:
             name: The name of the tensor.
-            new: values, 1-D.
-            dtype: streamed dtype.
+            new: The new values, 1-D.
+            dtype: The streamed dtype.
         """
         old = self._tensors.get(name)
         is_known = name in self._known
@@ -128,11 +130,11 @@ class WeightVersion:
 
 
 def take_changes(new: Tensor, old: Tensor) -> Changes:
-    """Copy ``new`` to ``old``; returns the elements whose bits have changed.
+    """Copy ``new`` to ``old``. Returns the elements whose bits have changed.
 
     Args:
-        new: 1-D.
-        old: The earlier values, of the same length, on any device, in the streamed dtype.
+        new: The new values, 1-D.
+        old: The earlier values, of the same length, in the streamed dtype, on any device.
     """
     found = Changes()
     elements: list[Tensor] = []
@@ -153,7 +155,7 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
             else:
                 found.runs.append((start, stop))
         elif where.numel():
-            # As integers, because torch cannot index all dtypes.
+            # The values are copied as integers, because torch cannot index all dtypes.
             changed = _bits(part).index_select(0, where).to(old.device)
             where = where.to(old.device)
             _bits(known).index_copy_(0, where, changed)
@@ -166,11 +168,11 @@ def take_changes(new: Tensor, old: Tensor) -> Changes:
 
 
 def _differing(new: Tensor, old: Tensor) -> Tensor | None:
-    """Indices of elements that differ, int64, ascending; None: so many that a range needs no more
-    bytes.
+    """Returns the indices of the elements that differ, int64, ascending. None: so many elements
+    differ that sending all of them needs no more bytes.
 
-    Groups of elements are compared as integers of eight bytes first, which takes a third of the
-    time for equal groups.
+    Groups of elements are first compared as integers of 8 bytes, which takes a third of the time if
+    they are equal.
     """
     count, width = new.numel(), 1
     lanes = max(8 // new.itemsize, 1)
@@ -194,13 +196,13 @@ def _differing(new: Tensor, old: Tensor) -> Tensor | None:
 
 
 def _bits_differ(new: Tensor, old: Tensor) -> Tensor:
-    if new.itemsize > 8:  # two parts of a complex number
+    if new.itemsize > 8:  # the two parts of a complex number
         wide = [torch.view_as_real(each).view(torch.int64) for each in (new, old)]
         return (wide[0] != wide[1]).any(-1)
     return _bits(new) != _bits(old)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """View as integers of the same size, if they exist: equal NaNs are equal, 0.0 and -0.0
-    differ."""
+    """Returns a view as integers of the same size, if these exist. NaNs of the same bits compare
+    equal then, and 0.0 and -0.0 differ."""
     return tensor.view(_BITS[tensor.itemsize]) if tensor.itemsize <= 8 else tensor

@@ -446,13 +446,13 @@ class Machine:
             )
         return self.host_memory_bandwidth / min(num_ranks, self.ranks_per_node)
 
-    def save(self, path: Path) -> None:
-        """Write the machine as JSON."""
+    def save(self, path: str | Path) -> None:
+        """Write the machine as JSON, for :meth:`load`."""
         content = dataclasses.asdict(self)
         flops = content["processor"]["matrix_flops"]
         names = {dtype: name for name, dtype in _DTYPES.items()}
         content["processor"]["matrix_flops"] = {names[key]: flops[key] for key in flops}
-        path.write_text(json.dumps(content, indent=2) + "\n")
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def named(cls, name: str) -> Machine:
