@@ -116,22 +116,29 @@ class CheckpointDirectory:
         """Remove the folder of a failed save."""
         shutil.rmtree(staging, ignore_errors=True)
 
-    def retire(self, keep: int | None, newest: int | None = None) -> None:
+    def retire(
+        self, keep: int | None, newest: int | None = None, *, keeps_later: bool = False
+    ) -> list[int]:
         """Remove all but the ``keep`` latest steps (None: keep all), and superseded folders.
 
         Args:
             keep: The number of latest steps to keep.
-            newest: The newest step to keep. Later steps are also removed.
+            newest: The latest step that counts. None: the latest of all.
+            keeps_later: Keep steps after ``newest``, too. False: remove them.
+
+        Returns:
+            The steps after ``newest`` that were kept.
         """
         current = self.complete()
-        if newest is not None:
-            current = {step: folder for step, folder in current.items() if step <= newest}
-        kept = list(current)[-keep:] if keep is not None else list(current)
+        steps = [step for step in current if newest is None or step <= newest]
+        later = [step for step in current if step not in steps] if keeps_later else []
+        kept = (steps if keep is None else steps[-keep:]) + later
         for _, step, folder in list(self.folders()):
             if step not in kept or folder != current[step]:
                 # The folder is renamed first, so that readers never find a partially removed
                 # checkpoint.
                 self._remove(folder.rename(self.path / f"{_REMOVING}{folder.name}"))
+        return later
 
     def clean(self) -> None:
         """Remove folders of killed jobs. The lock must be held."""

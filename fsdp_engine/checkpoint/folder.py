@@ -142,7 +142,7 @@ class LoadReport:
 
     step: int | None = None
     problems: list[str] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict, repr=False)  # may be large
     of_rank_0: list[str] = field(default_factory=list)
 
 

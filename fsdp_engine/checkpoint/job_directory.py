@@ -39,6 +39,7 @@ class JobDirectory(ABC):
         self._ranks = ranks
         self._timeout = timeout
         self._group: ProcessGroup | None = None
+        self._has_warned = False
 
     @property
     def path(self) -> Path:
@@ -90,7 +91,7 @@ class JobDirectory(ABC):
 
     @abstractmethod
     def retire(self, keep: int | None, step: int) -> None:
-        """Remove all but the ``keep`` latest steps, after a save of ``step``."""
+        """Remove all but the ``keep`` latest steps up to ``step``, which has been saved."""
 
     @abstractmethod
     def steps(self) -> list[int]:
@@ -130,9 +131,19 @@ class SharedDirectory(JobDirectory):
             self._directory.discard(staging)
 
     def retire(self, keep: int | None, step: int) -> None:
-        """Remove all but the ``keep`` latest steps, on rank 0."""
-        if self._ranks.is_first:
-            self._directory.retire(keep)
+        """Remove all but the ``keep`` latest steps up to ``step``, on rank 0. Later steps are those
+        of another run, or from before an older step was loaded. They stay."""
+        if not self._ranks.is_first:
+            return
+        later = self._directory.retire(keep, step, keeps_later=True)
+        if later and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"save({step}): {self._directory.path} has later steps, {later}, of another run or "
+                'from before an older step was loaded. load("latest") prefers them: remove their '
+                "folders, or save into another one",
+                stacklevel=2,
+            )
 
     def steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, as rank 0 finds them. Collective."""

@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -382,8 +383,10 @@ class ModuleHooks:
             self.model.ends()
         calls = entered.calls
         has_backward = False
+        # torch calls this hook, with the output None, also where forward has raised an exception.
+        has_failed = output is None and sys.exc_info()[1] is not None
         try:
-            if calls:
+            if calls and not has_failed:
                 ways_in = self._ways_in(entered, calls, output)
                 has_backward = self._listen_for_backward(entered, calls, ways_in)
                 if not entered.repeats:

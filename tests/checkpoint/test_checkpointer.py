@@ -10,6 +10,7 @@ import random
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -134,6 +135,27 @@ def test_the_moment_of_the_call_is_saved_though_training_goes_on() -> None:
         assert time.monotonic() - start > 0.05
         checkpointer.save(4)
     assert checkpointer.steps() == list(range(5))
+
+
+@pytest.mark.parametrize("way", ["save", "save_async"])
+@on_ranks(2)
+def test_a_save_after_a_load_of_an_older_step_stays_and_names_the_later_ones(way: str) -> None:
+    _, engine, optimizer = small()
+    checkpointer = fe.Checkpointer(shared_folder(), engine, optimizer, keep=2)
+    for step in (10, 20, 30):
+        checkpointer.save(step)
+    assert checkpointer.steps() == [20, 30]
+    checkpointer.load(20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in (22, 24):
+            getattr(checkpointer, way)(step)
+            checkpointer.wait()
+    found = [str(each.message) for each in caught if "later steps" in str(each.message)]
+    assert len(found) == (dist.get_rank() == 0)
+    assert all("save(22): " in each and "has later steps, [30]" in each for each in found)
+    assert checkpointer.steps() == [22, 24, 30]
+    assert "extra" not in repr(checkpointer.load())
 
 
 @pytest.mark.parametrize("way", ["save", "save_async"])

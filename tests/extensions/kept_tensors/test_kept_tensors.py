@@ -6,9 +6,11 @@ computes.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
@@ -114,3 +116,27 @@ def test_full_parameters_have_no_memory_before_their_gather_has_been_waited_for(
         unit.release()
         with pytest.raises(RuntimeError):
             weight.t().sum()
+
+
+class Failing(nn.Module):
+    """Raises an exception whose traceback holds a tensor of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        raise KeyError(tuple(y.shape))
+
+
+@on_ranks(2)
+def test_an_exception_in_forward_comes_without_a_warning_about_kept_tensors() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), Failing())
+    engine = fe.shard(model, options=fe.Options(min_unit_size=0))
+    for _ in range(2):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(KeyError):
+                model(torch.ones(2, DIM))
+        engine.reset()
