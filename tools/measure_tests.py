@@ -128,7 +128,7 @@ def coverage_table() -> str:
     least = sorted(covered["core"].items(), key=lambda row: row[1])[:12]
     alone = sum(covered["lines of one test"].values())
     rows = [
-        f"The ordinary tests run {covered['all']} % of the core's lines; {alone} of them are "
+        f"These tests run {covered['all']} % of the core's lines; {alone} of them are "
         "run by no more than one test. Files with the lowest shares:",
         "",
         "| file | % of its lines |",

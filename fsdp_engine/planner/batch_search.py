@@ -30,13 +30,13 @@ def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> 
     """Returns the rows of one rank in a step: the nearest number.
 
     Args:
-        global_batch: tokens or samples of a step on all ranks.
+        global_batch: Tokens or samples of a step on all ranks.
         num_ranks: data-parallel ranks.
-        items: tokens or samples of one row.
-        item: their unit.
+        items: Tokens or samples of one row.
+        item: Their unit.
 
     Raises:
-        ValueError: the nearest multiple of the ranks' rows differs by more than a tenth.
+        ValueError: The nearest multiple of the ranks' rows differs by more than a tenth.
     """
     least = num_ranks * items
     rows = max(round(global_batch / least), 1)
@@ -64,7 +64,7 @@ def fastest_fitting(
     does. Sizes are tried in order, until one does not fit or is slower than the one before it.
 
     Args:
-        candidate, rows, sizes, outcome_of: see :func:`largest_fitting`.
+        candidate, rows, sizes, outcome_of: See :func:`largest_fitting`.
     """
     best = _sized(candidate, rows, sizes[0])
     for size in sizes:
@@ -91,11 +91,11 @@ def largest_fitting(
     does.
 
     Args:
-        candidate: without sizes.
+        candidate: Without sizes.
         rows: The rows of a rank in a step.
-        sizes: microbatch sizes to try, divisors of ``rows`` in order.
-        limit: memory of a rank in bytes.
-        outcome_of: simulates a candidate.
+        sizes: Microbatch sizes to try, divisors of ``rows`` in order.
+        limit: Memory of a rank in bytes.
+        outcome_of: Simulates a candidate.
     """
 
     @functools.cache

@@ -21,13 +21,13 @@ def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) 
     """Apply tensor parallelism, and shard the model over the other ranks. Collective over all.
 
     Args:
-        select: returns, for the number of all ranks, the candidate and the arguments of
+        select: Returns, for the number of all ranks, the candidate and the arguments of
             :func:`~fsdp_engine.shard`.
-        model: sharded in place.
-        parallelize: applies tensor parallelism. None: by the model's own plan.
+        model: Sharded in place.
+        parallelize: Applies tensor parallelism. None: by the model's own plan.
 
     Raises:
-        ValueError: an error of ``select``, the model has no tensor-parallel plan, the candidate has
+        ValueError: An error of ``select``, the model has no tensor-parallel plan, the candidate has
             a pipeline, or the candidates differ between ranks; on all ranks, before anything is
             changed.
     """
@@ -57,12 +57,12 @@ def agreed_candidate(
     """The candidate of all ranks, and the arguments of ``shard``.
 
     Args:
-        what: the caller, for errors.
-        select: see :func:`shard_as`.
-        check: raises an error for a candidate.
+        what: The caller, for errors.
+        select: See :func:`shard_as`.
+        check: Raises an error for a candidate.
 
     Raises:
-        ValueError: an error of ``select`` or ``check``, or the candidates differ; on all ranks.
+        ValueError: An error of ``select`` or ``check``, or the candidates differ; on all ranks.
     """
 
     def checked(num_ranks: int) -> tuple[Candidate, Mapping[str, Any]]:

@@ -23,19 +23,19 @@ class Candidate:
     """One configuration of a job.
 
     Attributes:
-        mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner).
-        strategy, outer_strategy: names of the levels.
+        mesh: Ranks that parameters are sharded over on each axis, (inner,) or (outer, inner).
+        strategy, outer_strategy: Names of the levels.
         checkpointing: blocks' activations are recomputed in backward; "selective" or a
             :class:`~fsdp_engine.Recompute`: some of them; "offload": they are on the host until
             then.
-        microbatch_size: the argument of the batch function; None: the batch has one size.
-        offload: where state lies between its uses; None: on the device.
+        microbatch_size: The argument of the batch function; None: the batch has one size.
+        offload: Where state lies between its uses; None: on the device.
         microbatches: The microbatches of a step; None: those of the job.
-        sequence: length of sequences, for the batch function; None: the batch has one.
-        tensor_parallel: consecutive ranks that share the model's matrices, at each place of
+        sequence: Length of sequences, for the batch function; None: the batch has one.
+        tensor_parallel: Consecutive ranks that share the model's matrices, at each place of
             ``mesh``.
-        context_parallel: consecutive ranks of the inner axis that share each sequence.
-        pipeline: ranks of a pipeline, each with the others at every place of ``mesh``.
+        context_parallel: Consecutive ranks of the inner axis that share each sequence.
+        pipeline: Ranks of a pipeline, each with the others at every place of ``mesh``.
         schedule: The schedule of the pipeline, by torch's name; None: there is no pipeline.
     """
 
@@ -179,7 +179,7 @@ def check_checkpointing(value: object) -> None:
 
     Raises:
         TypeError: ``value`` is no bool, "selective", "offload" or :class:`Recompute`.
-        ValueError: the package lacks the extension that ``value`` needs.
+        ValueError: The package lacks the extension that ``value`` needs.
     """
     if value is not False:
         find_module("activations", needed_by="checkpointing")
@@ -209,11 +209,11 @@ def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> lis
     """Returns the user's meshes as tuples.
 
     Args:
-        meshes: the user's.
-        allowed: numbers of data-parallel ranks.
+        meshes: The user's.
+        allowed: Numbers of data-parallel ranks.
 
     Raises:
-        ValueError: a mesh has another number of ranks, or has neither one nor two axes.
+        ValueError: A mesh has another number of ranks, or has neither one nor two axes.
     """
     expected = f"one or two sizes of {' or '.join(map(str, allowed))} ranks each"
     found = [tuple(listed("meshes", mesh, expected)) for mesh in listed("meshes", meshes, expected)]

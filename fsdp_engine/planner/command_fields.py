@@ -1,8 +1,8 @@
-"""The options of ``fsdp-engine plan``, each declared once, as fields of dataclasses.
+"""The options of ``fsdp-engine plan``, each declared once, as a field of a dataclass.
 
-The command line makes its parameters of them, and ``fe.plan`` takes :class:`PlanFields` as
-:class:`~.plan_options.PlanOptions`. This module does not import torch, so that help and errors of
-usage are printed at once.
+The command line builds its parameters from these fields. ``fe.plan`` takes :class:`PlanFields` as
+:class:`~.plan_options.PlanOptions`. This module does not import torch, so that help texts and usage
+errors are printed without delay.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SIMULATION = "Simulation"
 
 
 class Where(StrEnum):
-    """The place of optimizer state between steps; everything: also of main weights and gradients,
-    on the host."""
+    """Where optimizer state is stored between steps. ``everything`` also stores main weights and
+    gradients on the host."""
 
     auto = "auto"
     none = "none"
@@ -58,9 +58,9 @@ class Where(StrEnum):
 
 
 class Recompute(StrEnum):
-    """The candidates' activation checkpointing, of whole blocks or selective; offload: their
-    activations are on the host; auto: off, selective and on, and offload where that may be the
-    fastest."""
+    """Activation checkpointing of the candidates: of whole blocks or selective. ``offload`` stores
+    their activations on the host. ``auto`` tries off, selective and on, and also offload where it
+    may be the fastest."""
 
     auto = "auto"
     both = "both"
@@ -303,7 +303,7 @@ class Details:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionFields:
-    """Options of :class:`~.question_output.Questions`, which describes and answers them."""
+    """Options of :class:`~.question_output.Questions`, which computes and prints the answers."""
 
     panel: ClassVar[str] = "Questions"
 
@@ -347,7 +347,7 @@ class QuestionFields:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Rows that ``plan`` prints, and files that it writes."""
+    """Options that select the rows that ``plan`` prints and the files that it writes."""
 
     panel: ClassVar[str] = "Output"
 

@@ -27,10 +27,10 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
     Args:
         spec: ``module:function``, or a file such as config.json of transformers, or the folder that
             contains config.json.
-        what: name of the argument, for errors.
+        what: Name of the argument, for errors.
 
     Raises:
-        ValueError: there is no such function, file or class.
+        ValueError: There is no such function, file or class.
     """
     path = Path(spec)
     if path.is_dir():
@@ -58,10 +58,10 @@ def in_fp8(build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]
 
     Args:
         build: The function that builds the model without them.
-        what: name of the argument, for errors.
+        what: Name of the argument, for errors.
 
     Raises:
-        ValueError: torchao is not installed.
+        ValueError: Torchao is not installed.
     """
     try:
         from torchao.float8 import convert_to_float8_training
@@ -126,12 +126,12 @@ def example_inputs(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
     and its config. All values are zero.
 
     Args:
-        model: the model, also on the meta device.
-        sizes: number of rows, and of tokens or samples per row; for images and spectrograms the
+        model: The model, also on the meta device.
+        sizes: Number of rows, and of tokens or samples per row; for images and spectrograms the
             number of rows is sufficient.
 
     Raises:
-        ValueError: not a model of transformers, or the sizes do not match its inputs.
+        ValueError: Not a model of transformers, or the sizes do not match its inputs.
     """
     main = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
@@ -157,7 +157,7 @@ def default_loss(output: Any) -> Tensor:
     """The ``loss`` of a model's output; else the sum of its first floating-point tensor.
 
     Raises:
-        ValueError: the output contains neither.
+        ValueError: The output contains neither.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):

@@ -58,14 +58,14 @@ def option(
     """Returns a field of a dataclass that is an option of the command line.
 
     Args:
-        help: text of ``--help``.
+        help: Text of ``--help``.
         default: The default of the field.
         name: The name of the option. Empty: the field's.
         type: The type of the option's value. None: the field's.
-        shown: default of the option, before ``parse``. Without it: that of the field.
-        parse: returns the field's value for the option's value, which is not None, and its name.
-        needs: the plans in which it has an effect.
-        requires: name of an option without which it has no effect. Empty: there is none.
+        shown: Default of the option, before ``parse``. Without it: that of the field.
+        parse: Returns the field's value for the option's value, which is not None, and its name.
+        needs: The plans in which it has an effect.
+        requires: Name of an option without which it has no effect. Empty: there is none.
         panel: The heading of the option in ``--help``. Empty: that of the group.
     """
     first = default if shown is MISSING else shown
@@ -91,7 +91,7 @@ def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect
 
     Args:
         make: ``typer.Option``.
-        groups: dataclasses. Their attribute ``panel`` is the heading of their options in
+        groups: Dataclasses. Their attribute ``panel`` is the heading of their options in
             ``--help``.
     """
     for group in groups:
@@ -122,7 +122,7 @@ def parsed(group: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of a dataclass for the values of a command's options.
 
     Raises:
-        ValueError: a text is none that the option takes.
+        ValueError: A text is none that the option takes.
     """
     found = {}
     for field_name, name, form in options_of(group):

@@ -24,9 +24,9 @@ class ComparedRow:
     """One plan.
 
     Attributes:
-        label: the machine, or the number of ranks.
-        setting: the job.
-        chosen: the fastest candidate that fits. None: none fits.
+        label: The machine, or the number of ranks.
+        setting: The job.
+        chosen: The fastest candidate that fits. None: none fits.
     """
 
     label: str
@@ -37,7 +37,7 @@ class ComparedRow:
         """A training run of ``items`` tokens or samples.
 
         Raises:
-            ValueError: no candidate fits.
+            ValueError: No candidate fits.
         """
         if self.chosen is None:
             raise ValueError(f"plan: expected a candidate that fits on {self.label}; found none")
@@ -49,8 +49,8 @@ class Comparison:
     """Plans of one job; ``print`` shows a table.
 
     Attributes:
-        heading: heading of the labels: "machine" or "ranks".
-        rows: the plans. Rates are compared with the first one that fits.
+        heading: Heading of the labels: "machine" or "ranks".
+        rows: The plans. Rates are compared with the first one that fits.
     """
 
     heading: str
@@ -82,7 +82,7 @@ def named_machines(machines: Any) -> Iterator[tuple[str, Machine]]:
     """Machines with short labels: the names of presets and files, or those of the machines.
 
     Raises:
-        TypeError, ValueError: see :meth:`~.simulation.machine.Machine.named`.
+        TypeError, ValueError: See :meth:`~.simulation.machine.Machine.named`.
     """
     for each in listed("machines", machines, "machines, or names of presets, in a tuple"):
         if isinstance(each, Machine):
@@ -98,9 +98,9 @@ def comparison_table(
     narrow one.
 
     Args:
-        found: the plans.
-        items: tokens or samples of a training run, for columns with its days and GPU hours.
-        prices: dollars per GPU hour, one for all rows or one for each, for a column with its cost.
+        found: The plans.
+        items: Tokens or samples of a training run, for columns with its days and GPU hours.
+        prices: Dollars per GPU hour, one for all rows or one for each, for a column with its cost.
     """
     from rich.table import Table
 

@@ -59,10 +59,10 @@ class Footprint:
     """Memory and traffic of one buffer on one rank.
 
     Attributes:
-        buffer: the buffer.
-        sizes: ranks on each axis.
-        strategy: the levels.
-        offload: says where its state lies.
+        buffer: The buffer.
+        sizes: Ranks on each axis.
+        strategy: The levels.
+        offload: Says where its state lies.
     """
 
     buffer: PlannedBuffer
@@ -195,9 +195,9 @@ class Footprint:
         there is one. Frozen weights do not change, so gathers that run once per step are omitted.
 
         Args:
-            axis: the axis.
-            num_microbatches: per step.
-            num_gathers: gathers of sharded parameters per microbatch. The levels' formulas have 2,
+            axis: The axis.
+            num_microbatches: Per step.
+            num_gathers: Gathers of sharded parameters per microbatch. The levels' formulas have 2,
                 for forward and for backward.
         """
         size = self.sizes[axis]
@@ -235,8 +235,8 @@ class UnitFootprint:
     """One planned unit.
 
     Attributes:
-        buffers: memory and traffic of its buffers.
-        is_loose: some of its modules are not in the model's blocks.
+        buffers: Memory and traffic of its buffers.
+        is_loose: Some of its modules are not in the model's blocks.
     """
 
     buffers: tuple[Footprint, ...]
@@ -260,20 +260,20 @@ class Estimate:
     """Memory and traffic of one rank in bytes; equal on all ranks.
 
     Attributes:
-        strategy: the levels.
-        inner_size: ranks on the inner axis.
-        outer_size: ranks on the outer axis.
-        num_elements: parameter elements of the full model.
-        padding: elements of padding in flat buffers, over all ranks.
-        weight_bytes: main weights and persistent compute weights, at rest.
-        grad_bytes: gradients, from their first reduction until they are cleared.
-        optimizer_bytes: optimizer state at rest, with the padding of the weights; and the peak of
+        strategy: The levels.
+        inner_size: Ranks on the inner axis.
+        outer_size: Ranks on the outer axis.
+        num_elements: Parameter elements of the full model.
+        padding: Elements of padding in flat buffers, over all ranks.
+        weight_bytes: Main weights and persistent compute weights, at rest.
+        grad_bytes: Gradients, from their first reduction until they are cleared.
+        optimizer_bytes: Optimizer state at rest, with the padding of the weights; and the peak of
             offloaded state, weights and gradients on the device in the step, of two units.
-        full_bytes: peak of full parameters, in addition to those at rest.
-        staging_bytes: peak of full gradients before their reduction, in addition to those at rest.
-        inner_traffic_bytes: sent along the inner axis per step.
-        outer_traffic_bytes: sent along the outer axis per step.
-        elsewhere: bytes of offloaded state by place ("host", "disk").
+        full_bytes: Peak of full parameters, in addition to those at rest.
+        staging_bytes: Peak of full gradients before their reduction, in addition to those at rest.
+        inner_traffic_bytes: Sent along the inner axis per step.
+        outer_traffic_bytes: Sent along the outer axis per step.
+        elsewhere: Bytes of offloaded state by place ("host", "disk").
     """
 
     strategy: Strategy
@@ -319,22 +319,22 @@ def estimate(
     """Estimate the memory and traffic of one rank.
 
     Args:
-        model: a module, also on the meta device, which is not modified; or a number of elements.
+        model: A module, also on the meta device, which is not modified; or a number of elements.
             For parameters that are DTensors, this rank's shards are counted.
-        world_size: number of data-parallel ranks.
-        outer_size: number of ranks on the outer axis.
-        strategy, outer_strategy: as for :func:`~fsdp_engine.sharding.shard`.
+        world_size: Number of data-parallel ranks.
+        outer_size: Number of ranks on the outer axis.
+        strategy, outer_strategy: As for :func:`~fsdp_engine.sharding.shard`.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
-        num_microbatches: microbatches per step.
-        num_units: for a number of elements: the number of equal units.
-        dtype: for a number of elements: the parameters' own dtype.
-        on_cpu: the model is on a CPU, which takes main weights or gradients on a disk alone, at
+        num_microbatches: Microbatches per step.
+        num_units: For a number of elements: the number of equal units.
+        dtype: For a number of elements: the parameters' own dtype.
+        on_cpu: The model is on a CPU, which takes main weights or gradients on a disk alone, at
             all levels, and needs no staging.
         **options: ``units``, ``mp_policy``, ``options`` and ``extensions``, as for
             :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
-        OffloadLevelError: the levels do not allow :class:`~fsdp_engine.Offload`; a ``ValueError``.
+        OffloadLevelError: The levels do not allow :class:`~fsdp_engine.Offload`; a ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
             strategy is unknown, or ``units``, ``options`` or ``extensions`` are invalid for
             ``shard()``.
@@ -437,11 +437,11 @@ def compare(
     those that do not allow ``offload``.
 
     Args:
-        model, world_size, outer_size, options: as for :func:`estimate`, without strategies.
+        model, world_size, outer_size, options: As for :func:`estimate`, without strategies.
 
     Raises:
-        OffloadLevelError: no level allows it.
-        ValueError, TypeError: see :func:`estimate`.
+        OffloadLevelError: No level allows it.
+        ValueError, TypeError: See :func:`estimate`.
     """
     found: list[Estimate] = []
     refused: OffloadLevelError | None = None
@@ -483,7 +483,7 @@ class _Block(nn.Module):
     """One of equal units.
 
     Args:
-        numel: elements of its parameter.
+        numel: Elements of its parameter.
         dtype: The dtype of the parameter.
     """
 

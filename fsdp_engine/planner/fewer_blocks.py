@@ -50,9 +50,9 @@ class Repeated:
 
     Attributes:
         name: The name of the list.
-        before: blocks of the list before them.
-        count: number of alike blocks.
-        period: each block is like the one so many before it.
+        before: Blocks of the list before them.
+        count: Number of alike blocks.
+        period: Each block is like the one so many before it.
     """
 
     name: str
@@ -134,7 +134,7 @@ def of_all_blocks(
     """Returns the outcome of the whole model; None if the simulations are not on one line.
 
     Args:
-        repeated: its blocks.
+        repeated: Its blocks.
         simulations, outcomes: The simulations and outcomes of the numbers of blocks of
             ``repeated.depths``.
     """

@@ -33,7 +33,7 @@ def save_figure(planning: StrategyPlan, path: str | Path) -> None:
     """Save the figure in the format of the suffix of ``path``.
 
     Raises:
-        ImportError: matplotlib is not installed.
+        ImportError: Matplotlib is not installed.
     """
     with naming_extra():
         from matplotlib.figure import Figure

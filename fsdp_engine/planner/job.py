@@ -45,8 +45,8 @@ class Known:
     """Results that the plans of one call share.
 
     Attributes:
-        operations: results of operations.
-        rows: outcomes by machine, ranks, candidate, microbatches, factor of the batch and whether
+        operations: Results of operations.
+        rows: Outcomes by machine, ranks, candidate, microbatches, factor of the batch and whether
             blocks are compiled, without a memory limit.
     """
 
@@ -59,12 +59,12 @@ class Job:
     """Simulates candidates.
 
     Attributes:
-        request: the arguments that all candidates share.
-        known: results of other plans.
-        microbatches: per step, of candidates that do not say it.
-        progress: shows the candidate that is being simulated.
-        cache: results on disk; None: there are none.
-        repeated: the model's blocks that are alike; None: all blocks are simulated.
+        request: The arguments that all candidates share.
+        known: Results of other plans.
+        microbatches: Per step, of candidates that do not say it.
+        progress: Shows the candidate that is being simulated.
+        cache: Results on disk; None: there are none.
+        repeated: The model's blocks that are alike; None: all blocks are simulated.
     """
 
     request: PlanRequest
@@ -266,8 +266,8 @@ class BatchSearch:
     """The search for microbatches of a global batch; see ``batch_search.py``.
 
     Attributes:
-        job: simulates.
-        global_batch: tokens or samples of a step on all ranks.
+        job: Simulates.
+        global_batch: Tokens or samples of a step on all ranks.
     """
 
     job: Job
@@ -277,7 +277,7 @@ class BatchSearch:
         """Tokens or samples of a step, nearest to those that were asked for.
 
         Raises:
-            ValueError: none is near.
+            ValueError: None is near.
         """
         _, items = self._row(candidate)
         return self._rows(candidate) * items * candidate.num_batches
@@ -291,7 +291,7 @@ class BatchSearch:
         some schedules a multiple of them, or more.
 
         Raises:
-            ValueError: none of ``microbatch_sizes`` divides the rows of a rank.
+            ValueError: None of ``microbatch_sizes`` divides the rows of a rank.
         """
         rows, given = self._rows(candidate), self.job.request.options.microbatch_sizes
         found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]
@@ -340,7 +340,7 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
     tokens; if there is none, the rows of the first tensor are samples.
 
     Raises:
-        ValueError: there is no tensor.
+        ValueError: There is no tensor.
     """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     for tensor in tensors:
@@ -355,7 +355,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     """The input of a pipeline's first stage, and the targets of its last one.
 
     Raises:
-        ValueError: the batch has other contents.
+        ValueError: The batch has other contents.
     """
     if isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys():
         return batch["input_ids"], batch["labels"]

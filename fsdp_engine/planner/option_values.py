@@ -28,11 +28,11 @@ def import_function(spec: str, what: str) -> Callable[..., Any]:
     """Import the function of ``module:function``. The working directory is added to ``sys.path``.
 
     Args:
-        spec: the name.
-        what: name of the argument, for errors.
+        spec: The name.
+        what: Name of the argument, for errors.
 
     Raises:
-        ValueError: there is no such module or function.
+        ValueError: There is no such module or function.
     """
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
@@ -57,11 +57,11 @@ def parsed_sizes(text: str, option: str) -> list[int]:
     """Returns the numbers of a text such as "1,2,4".
 
     Args:
-        text: the text.
-        option: name of the option, for errors.
+        text: The text.
+        option: Name of the option, for errors.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is none.
     """
     try:
         sizes = [int(each) for each in text.split(",")]
@@ -81,7 +81,7 @@ def parsed_bytes(gib: float, option: str) -> float:
     """Returns the bytes of so many GiB.
 
     Raises:
-        ValueError: it is no positive number.
+        ValueError: It is no positive number.
     """
     if not 0 < gib < float("inf"):
         raise ValueError(f"{option}: expected GiB, more than 0; found {gib}")
@@ -92,11 +92,11 @@ def parsed_count(text: str, option: str = "--global-batch") -> float:
     """Returns the number of a text such as "4M": k is 2^10, M is 2^20.
 
     Args:
-        text: the text.
-        option: name of the option, for errors.
+        text: The text.
+        option: Name of the option, for errors.
 
     Raises:
-        ValueError: it is none.
+        ValueError: It is none.
     """
     factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
     try:

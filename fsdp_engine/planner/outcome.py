@@ -70,26 +70,26 @@ class Setting:
     """The planned job.
 
     Attributes:
-        model: name of the model's class.
-        num_elements: parameter elements.
-        machine: name of the machine.
-        world_size: all ranks.
-        ranks_per_node: consecutive ranks that share a node.
-        memory: memory limit of a rank in bytes.
-        item: unit of batch sizes: "tokens" or "samples".
-        microbatches: per step.
-        why_unknown: why activations and times, and therefore whether a candidate fits, are
+        model: Name of the model's class.
+        num_elements: Parameter elements.
+        machine: Name of the machine.
+        world_size: All ranks.
+        ranks_per_node: Consecutive ranks that share a node.
+        memory: Memory limit of a rank in bytes.
+        item: Unit of batch sizes: "tokens" or "samples".
+        microbatches: Per step.
+        why_unknown: Why activations and times, and therefore whether a candidate fits, are
             unknown. Empty: they are known.
-        machine_memory: memory of a rank's device in bytes; 0: unknown.
-        machine_family: whose accuracy of times is stated
+        machine_memory: Memory of a rank's device in bytes; 0: unknown.
+        machine_family: Whose accuracy of times is stated
             (:func:`~fsdp_engine.planner.simulation.time_accuracy.accuracy_of`); empty: unknown.
-        global_batch: tokens or samples of a step on all ranks, if microbatches were searched for
+        global_batch: Tokens or samples of a step on all ranks, if microbatches were searched for
             it, else 0.
-        is_quick: only the candidates of a quick plan were tried.
-        is_compiled: blocks are compiled (``block.compile()``), which ``fe.shard`` leaves to the
+        is_quick: Only the candidates of a quick plan were tried.
+        is_compiled: Blocks are compiled (``block.compile()``), which ``fe.shard`` leaves to the
             caller.
-        more_degrees: tensor parallelism was not tried, and the model has a plan for it.
-        more_contexts: context parallelism was not tried, and the machine can run it.
+        more_degrees: Tensor parallelism was not tried, and the model has a plan for it.
+        more_contexts: Context parallelism was not tried, and the machine can run it.
     """
 
     model: str
@@ -123,12 +123,12 @@ class Times:
     """Breakdown of one rank's step time in seconds.
 
     Attributes:
-        step: from the end of the previous step to the end of this one.
-        compute: busy time of the compute lane.
-        exposed: time in which it waited for communication, by axis ("context", "tensor": of
+        step: From the end of the previous step to the end of this one.
+        compute: Busy time of the compute lane.
+        exposed: Time in which it waited for communication, by axis ("context", "tensor": of
             context-parallel and tensor-parallel ranks), for copies of offloaded state ("state") and
             of activations ("activations"), and for other stages ("pipeline").
-        at_peak: the time that the model's flops, without recomputation, take at the machine's peak.
+        at_peak: The time that the model's flops, without recomputation, take at the machine's peak.
     """
 
     step: float
@@ -171,18 +171,18 @@ class Outcome:
     """The result of one candidate.
 
     Attributes:
-        candidate: the candidate.
-        memory: bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown. In
+        candidate: The candidate.
+        memory: Bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown. In
             a pipeline of the rank with the highest peak; times, and numbers of bytes and flops, are
             means of its ranks.
-        sent: bytes that a rank sends per step, by axis.
-        lacking: bytes by which the known memory exceeds the limit; 0 if it does not.
-        items: tokens or samples per step on all ranks.
-        times: the step time; None if it is unknown.
-        elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
+        sent: Bytes that a rank sends per step, by axis.
+        lacking: Bytes by which the known memory exceeds the limit; 0 if it does not.
+        items: Tokens or samples per step on all ranks.
+        times: The step time; None if it is unknown.
+        elsewhere: Bytes of offloaded state and activations by place ("host", "disk"), beside
             ``memory``.
         model_flops: floating-point operations per step on one rank, without recomputation.
-        checkpoint_bytes: bytes of all parameters and their optimizer state.
+        checkpoint_bytes: Bytes of all parameters and their optimizer state.
     """
 
     candidate: Candidate
@@ -202,11 +202,11 @@ class Outcome:
         """The result of a simulation, without its timeline.
 
         Args:
-            candidate: the candidate.
-            found: the simulation.
-            items: tokens or samples of a step on all ranks.
-            memory: the limit in bytes.
-            more: microbatches of a step beside those that were simulated, three.
+            candidate: The candidate.
+            found: The simulation.
+            items: Tokens or samples of a step on all ranks.
+            memory: The limit in bytes.
+            more: Microbatches of a step beside those that were simulated, three.
         """
         part = found.part
         if found.further is not None:
@@ -284,8 +284,8 @@ class Outcome:
         """Check values that were read from a file.
 
         Raises:
-            TypeError: a value has another type.
-            ValueError: there is no such strategy.
+            TypeError: A value has another type.
+            ValueError: There is no such strategy.
         """
         candidate = self.candidate
         check_checkpointing(candidate.checkpointing)
@@ -332,9 +332,9 @@ class Trial:
     """A variation of the chosen candidate.
 
     Attributes:
-        change: the difference as text.
-        speedup: ratio of its rate to the chosen candidate's.
-        lacking: bytes by which its memory exceeds the limit.
+        change: The difference as text.
+        speedup: Ratio of its rate to the chosen candidate's.
+        lacking: Bytes by which its memory exceeds the limit.
     """
 
     change: str

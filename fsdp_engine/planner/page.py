@@ -45,9 +45,9 @@ def save_page(planning: StrategyPlan, path: str | Path, step: Simulation | None 
     """Write the page.
 
     Args:
-        planning: the plan.
+        planning: The plan.
         path: The path of the HTML file.
-        step: the simulation of the first outcome. None: the page has no timeline.
+        step: The simulation of the first outcome. None: the page has no timeline.
     """
     Path(path).write_text(page_of(planning, step), encoding="utf-8")
 

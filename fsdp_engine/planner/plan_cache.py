@@ -61,8 +61,8 @@ class JobCache:
     """The cached rows of one job.
 
     Args:
-        job: the digest of everything that its rows share.
-        folder: contains a file for each job.
+        job: The digest of everything that its rows share.
+        folder: Contains a file for each job.
     """
 
     def __init__(self, job: str, folder: Path) -> None:
@@ -106,7 +106,7 @@ def cache_of(parts: Mapping[str, Any], folder: Path | None = None) -> JobCache |
     """Returns the cache of a job; None if the job cannot be described, or its sources have changed.
 
     Args:
-        parts: everything that its rows share, by name.
+        parts: Everything that its rows share, by name.
         folder: None: :func:`cache_folder`.
     """
     package = sys.modules[__name__.partition(".")[0]]
@@ -122,8 +122,8 @@ def compiler_settings(model: nn.Module, compiles: bool) -> tuple[list[str], list
     settings of torch's compiler if it is used.
 
     Args:
-        model: before its sharding.
-        compiles: its blocks will be compiled.
+        model: Before its sharding.
+        compiles: Its blocks will be compiled.
     """
     names = [name for name, each in model.named_modules() if each._compiled_call_impl is not None]
     if not names and not compiles:

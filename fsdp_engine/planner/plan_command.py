@@ -1,4 +1,4 @@
-"""Runs the command ``plan``: from the values of its options to the printed plan and its files."""
+"""Runs the command ``plan``: parses its options, prints the plan and writes its files."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces, mak
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 
-# The exit status if no candidate fits, and if it is unknown whether any candidate fits.
+# The exit status if no candidate fits, and if it is unknown whether one fits.
 NOTHING_FITS, FIT_UNKNOWN = 3, 4
-# Rows of the table without --all.
+# Number of rows of the table without --all.
 _MOST_ROWS = 8
 
 
 def run_plan(values: Mapping[str, Any]) -> None:
-    """Plan, print the plan, write files, and exit with a status for whether a candidate fits.
+    """Plan, print the plan, write files, and exit with a status that says whether a candidate fits.
 
     Args:
         values: The values of all options, by name.
@@ -81,7 +81,7 @@ def run_plan(values: Mapping[str, Any]) -> None:
 
 
 def _print_estimates(inputs: Inputs, options: Mapping[str, Any], details: Details) -> None:
-    """Print the results of formulas, and exit."""
+    """Print a table computed by formulas, and exit."""
     subject: Any = inputs.elements if inputs.model is None else build_on_meta(inputs.model)
     offload = options["offload"]
     estimates = compare_estimates(
@@ -105,7 +105,7 @@ def _print_estimates(inputs: Inputs, options: Mapping[str, Any], details: Detail
 
 
 def _plan(inputs: Inputs, options: dict[str, Any], details: Details) -> StrategyPlan:
-    """Plan with a batch."""
+    """Make a plan by simulations; requires ``--batch``."""
     assert inputs.model is not None
     assert inputs.batch is not None
     build = model_builder(inputs.model, "--model")
@@ -137,7 +137,7 @@ def build_on_meta(spec: str) -> nn.Module:
     :func:`~fsdp_engine.planner.command_inputs.model_builder`.
 
     Raises:
-        ValueError: the model cannot be built on the meta device without arguments.
+        ValueError: The model cannot be built on the meta device without arguments.
     """
     build = model_builder(spec, "--model")
     try:
@@ -174,7 +174,7 @@ def shard_call(planning: StrategyPlan) -> str:
         texts.append(f"outer_strategy={given['outer_strategy']!r}")
     if given.get("units"):
         texts.append(f"units={given['units']!r}")
-    # Of a model in fp32, on which the plan is based, all dtypes are fp32 by default.
+    # The plan assumes a model in fp32, so fp32 is the default of each dtype.
     for name, default in (("mp_policy", torch.float32), ("options", None)):
         if name in given and (changed := _changed(given[name], default)):
             texts.append(f"{name}={_constructor(given[name], changed)}")
@@ -185,7 +185,7 @@ def shard_call(planning: StrategyPlan) -> str:
 
 
 def _changed(value: Any, default: Any = None) -> dict[str, Any]:
-    """The fields of a dataclass that are not their defaults, nor ``default``."""
+    """Returns the fields whose values are neither their own default nor ``default``."""
     fields = {each.name: each.default for each in dataclasses.fields(value) if each.init}
     found = {name: getattr(value, name) for name in fields}
     return {name: each for name, each in found.items() if each not in (fields[name], None, default)}
@@ -197,7 +197,7 @@ def _constructor(value: Any, arguments: Mapping[str, Any]) -> str:
 
 
 def _save(planning: StrategyPlan, outputs: Outputs) -> None:
-    """Write the requested files, and exit with a status for whether any candidate fits."""
+    """Write the requested files, and exit with a status that says whether a candidate fits."""
     if outputs.save is not None:
         planning.save(outputs.save)
     if outputs.figure is not None:
@@ -219,7 +219,7 @@ def _status(planning: StrategyPlan) -> int:
 
 
 def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -> Any:
-    """The ``batch`` argument of ``fe.plan``."""
+    """Returns the ``batch`` argument of ``fe.plan``."""
     shape = batch_shape(spec)
     if shape is None:
         return import_function(spec, "--batch")
@@ -237,7 +237,7 @@ def _batch(spec: str, model: nn.Module, *, has_sizes: bool, has_lengths: bool) -
 
 
 def _offload(where: Where, folder: Path | None) -> StatePlaces | str | None:
-    """The ``offload`` argument of ``fe.plan``."""
+    """Returns the ``offload`` argument of ``fe.plan``."""
     if where is Where.auto:
         return AUTO
     if where is Where.none:

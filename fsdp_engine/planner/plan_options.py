@@ -27,58 +27,58 @@ class PlanOptions(PlanFields):
     """Options of :func:`~.strategy_search.plan`, which the command line has, too.
 
     Attributes:
-        world_size: all ranks.
-        machine: a machine, the name of a preset, or a file of ``calibrate``.
-        memory: memory limit of a rank in bytes. None: 0.9 of the machine's memory.
-        meshes: sizes of the data-parallel axes to try, (inner,) or (outer, inner). None: one axis,
+        world_size: All ranks.
+        machine: A machine, the name of a preset, or a file of ``calibrate``.
+        memory: Memory limit of a rank in bytes. None: 0.9 of the machine's memory.
+        meshes: Sizes of the data-parallel axes to try, (inner,) or (outer, inner). None: one axis,
             and nodes x ranks per node.
-        context_parallel: consecutive ranks that share each sequence, by ``context_parallel`` of
+        context_parallel: Consecutive ranks that share each sequence, by ``context_parallel`` of
             torch around forward and backward (:func:`~.simulation.simulate`); several numbers to
             try all of them. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
             that fit a node and divide the inner axis, and half of a sequence. With more than 1,
             candidates have the levels of a quick plan; all levels are tried with the degrees of the
             fastest.
-        tensor_parallel: consecutive ranks that share the model's matrices; several numbers to try
+        tensor_parallel: Consecutive ranks that share the model's matrices; several numbers to try
             all of them. "auto": 1 and the powers of two that fit a node, divide the ranks, and for
             which a model of transformers has a plan (``tp_plan``). The others of the
             ``world_size`` ranks are data-parallel. Levels are those of ``context_parallel``, and
             candidates whose weights and optimizer state cannot fit are left out.
             Numbers that leave more data-parallel ranks than the global batch has rows are left out.
-        parallelize: applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
-        pipeline: ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
+        parallelize: Applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
+        pipeline: Ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
             the powers of two up to the number of nodes, or 16, for which the model has stages. With
             more than 1, levels are those of ``context_parallel``; a step needs at least so many
             microbatches. They are simulated from the
             costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
         schedules: The schedules of pipelines, those that split backwards included; see
             :func:`~.simulation.pipeline.simulate_pipeline`.
-        stages: builds a stage, ``stages(index, num_stages)``. None:
+        stages: Builds a stage, ``stages(index, num_stages)``. None:
             :class:`~fsdp_engine.CausalLMStages` of the model. The batch is then a dict with
             ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
         stage_loss: The loss of the last stage's output and the targets. None: the cross-entropy of
             logits.
-        checkpointing: values to try for what becomes of blocks' activations: they are kept
+        checkpointing: Values to try for what becomes of blocks' activations: they are kept
             (False), recomputed in backward (True), partly kept ("selective", or a
             :class:`~fsdp_engine.Recompute`), or on the host until then ("offload"). None:
             False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
             whose activations do not fit and that would be the fastest if copies took no time.
             "selective" is left out, with a warning, for a model that it does not work with.
-        microbatch_sizes: sizes to try. None: only that of the batch.
-        microbatches: forwards and backwards per step.
-        global_batch: tokens or samples of a step on all ranks. The largest microbatch that fits is
+        microbatch_sizes: Sizes to try. None: only that of the batch.
+        microbatches: Forwards and backwards per step.
+        global_batch: Tokens or samples of a step on all ranks. The largest microbatch that fits is
             searched for each candidate, with the number of microbatches that gives this batch;
             among ``microbatch_sizes``, if they are given. None: the batch and ``microbatches``.
-        sequences: lengths of sequences to try. None: only that of the batch.
-        quick: try the candidates that are the best most often, level 3 and HSDP first, until
+        sequences: Lengths of sequences to try. None: only that of the batch.
+        quick: Try the candidates that are the best most often, level 3 and HSDP first, until
             four fit. :meth:`~.strategy_plan.StrategyPlan.full` tries the
             others.
-        compile: blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
+        compile: Blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
             not do.
-        cache: keep the results of candidates on disk, in the user's cache folder, and take those
+        cache: Keep the results of candidates on disk, in the user's cache folder, and take those
             that are there; see [Note: What a cached row depends on] in ``plan_cache.py``.
-        progress: show a progress bar on stderr.
-        optimizer, loss: see :func:`~.simulation.simulate`.
-        formulas: do not run the model; use formulas, without activations and times. Whether
+        progress: Show a progress bar on stderr.
+        optimizer, loss: See :func:`~.simulation.simulate`.
+        formulas: Do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
         offload: The offload of all candidates, without those whose levels do not allow it; None:
             all state is on the device. "auto": if no candidate fits, those that might are tried
@@ -86,7 +86,7 @@ class PlanOptions(PlanFields):
             gradients there, too.
 
     Raises:
-        TypeError, ValueError: an option is invalid.
+        TypeError, ValueError: An option is invalid.
     """
 
     def __post_init__(self) -> None:

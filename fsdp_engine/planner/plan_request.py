@@ -39,11 +39,11 @@ class PlanRequest:
     """The arguments of :func:`~.strategy_search.plan`, which describes them.
 
     Attributes:
-        is_compared: the plan is one of several: the choice is not varied, and a quick plan tries
+        is_compared: The plan is one of several: the choice is not varied, and a quick plan tries
             all of its candidates, whatever time they take.
 
     Raises:
-        TypeError, ValueError: an argument is invalid.
+        TypeError, ValueError: An argument is invalid.
     """
 
     build: Callable[[], nn.Module] | str
@@ -102,10 +102,10 @@ class PlanRequest:
         """Degrees of tensor parallelism to try.
 
         Args:
-            model: the job's, on any device.
+            model: The job's, on any device.
 
         Raises:
-            ValueError: the model has no tensor-parallel plan for one that was given.
+            ValueError: The model has no tensor-parallel plan for one that was given.
         """
         if self.options.tensor_parallel == AUTO:
             per_node = self.options.where.ranks_per_node
@@ -124,10 +124,10 @@ class PlanRequest:
         """Numbers of ranks of a pipeline to try.
 
         Args:
-            model: the job's, on any device.
+            model: The job's, on any device.
 
         Raises:
-            ValueError: the model has no stages for one that was given.
+            ValueError: The model has no stages for one that was given.
         """
         if self.options.pipeline != AUTO:
             for each in self._given_pipelines:
@@ -166,7 +166,7 @@ class PlanRequest:
         """Degrees that were given.
 
         Raises:
-            TypeError, ValueError: one does not divide the ranks; of a plan that is compared, all.
+            TypeError, ValueError: One does not divide the ranks; of a plan that is compared, all.
         """
         given = getattr(self.options, name)
         kinds = "numbers of ranks, such as (1, 8), or 'auto'"
@@ -196,10 +196,10 @@ class PlanRequest:
 
         Args:
             degrees: The degrees of tensor parallelism.
-            pipelines: numbers of ranks of a pipeline.
+            pipelines: Numbers of ranks of a pipeline.
 
         Raises:
-            ValueError: there are none, or none with a degree of context parallelism.
+            ValueError: There are none, or none with a degree of context parallelism.
         """
         sizes = self.options.sizes
         if self.options.global_batch is not None:
@@ -243,7 +243,7 @@ class PlanRequest:
         """Check that each degree of context parallelism that was given divides an inner axis.
 
         Raises:
-            ValueError: one does not.
+            ValueError: One does not.
         """
         if self.options.context_parallel == AUTO or self.is_compared:
             return

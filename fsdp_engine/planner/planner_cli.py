@@ -104,11 +104,11 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
     planning.
 
     Args:
-        given: names of the options on the command line.
+        given: Names of the options on the command line.
         values: The values of all options.
 
     Raises:
-        ValueError: an option has none.
+        ValueError: An option has none.
     """
     model, batch = values["model"], values["batch"]
     if (values["elements"] is None) == (model is None):

@@ -25,9 +25,9 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None 
     """A row for each outcome; those that do not fit are dim.
 
     Args:
-        setting: the job.
-        outcomes: sorted.
-        width: columns of the terminal, to which the table is fitted. None: all columns.
+        setting: The job.
+        outcomes: Sorted.
+        width: Columns of the terminal, to which the table is fitted. None: all columns.
     """
     found = terminal.fitted(plan_columns(setting, outcomes), width)
     levels = ", ".join(f"{number} {level}" for level, number in _NUMBERS.items())
@@ -183,8 +183,8 @@ def estimates_table(
 
     Args:
         estimates: The estimates of one model on one number of ranks.
-        memory_gib: memory of a rank; adds a column with the rest.
-        width: columns of the terminal, to which the table is fitted. None: all columns.
+        memory_gib: Memory of a rank; adds a column with the rest.
+        width: Columns of the terminal, to which the table is fitted. None: all columns.
     """
     first = estimates[0]
     padding = max(each.padding for each in estimates)

@@ -21,10 +21,10 @@ class Questions(QuestionFields):
 
     Attributes:
         tokens: The tokens of a training run.
-        price: dollars per GPU hour: one, or one for each machine of ``compare``.
-        compare: machines to plan for.
-        scaling: plan for other numbers of ranks.
-        scaling_figure: file for a figure of these.
+        price: Dollars per GPU hour: one, or one for each machine of ``compare``.
+        compare: Machines to plan for.
+        scaling: Plan for other numbers of ranks.
+        scaling_figure: File for a figure of these.
         checkpoint_bandwidth: GB/s to storage, of all ranks together.
 
     Raises:

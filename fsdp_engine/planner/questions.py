@@ -28,14 +28,14 @@ class TrainingRun:
     """A training run with a planned step, without saves, failures and evaluation.
 
     Attributes:
-        items: tokens or samples of the run.
-        item: their unit.
+        items: Tokens or samples of the run.
+        item: Their unit.
         num_ranks: data-parallel ranks, one GPU each.
         steps: The steps of the optimizer.
-        seconds: duration of the run.
-        mfu: model flops utilization, a fraction.
+        seconds: Duration of the run.
+        mfu: Model flops utilization, a fraction.
         model_flops: The FLOPs of the run, on all ranks, without recomputation.
-        price: dollars per GPU hour. None: unknown.
+        price: Dollars per GPU hour. None: unknown.
         accuracy: The accuracy of the planned times, by which they are not scaled.
     """
 
@@ -56,7 +56,7 @@ class TrainingRun:
         """The run of ``items`` tokens or samples.
 
         Raises:
-            ValueError: a number is not positive.
+            ValueError: A number is not positive.
         """
         check_positive("tokens", items, "tokens or samples")
         if price is not None:

@@ -22,8 +22,8 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
     Numbers of ranks on which nothing fits have no bar and no point.
 
     Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: nothing fits on any number of ranks.
+        ImportError: Matplotlib is not installed.
+        ValueError: Nothing fits on any number of ranks.
     """
     with naming_extra():
         from matplotlib.figure import Figure

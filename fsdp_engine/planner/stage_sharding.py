@@ -24,11 +24,11 @@ def shard_stages_as(
     data-parallel ranks. Collective over all.
 
     Args:
-        select, parallelize: see :func:`~.candidate_sharding.shard_as`.
-        stages: builds the module of one stage.
+        select, parallelize: See :func:`~.candidate_sharding.shard_as`.
+        stages: Builds the module of one stage.
 
     Raises:
-        ValueError: an error of ``select``, the candidate has no pipeline, or the candidates differ
+        ValueError: An error of ``select``, the candidate has no pipeline, or the candidates differ
             between ranks; on all ranks, before anything is built. Errors of ``stages`` are raised
             on all ranks, too.
     """

@@ -62,9 +62,9 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     """The recommendation, one sentence per line.
 
     Args:
-        setting: the job.
-        outcomes: sorted; see :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`.
-        trials: variations of the first outcome.
+        setting: The job.
+        outcomes: Sorted; see :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`.
+        trials: Variations of the first outcome.
     """
     lines = []
     if setting.why_unknown:
@@ -287,19 +287,19 @@ class StrategyPlan:
     and the recommendation.
 
     Attributes:
-        setting: the planned job.
-        outcomes: those that fit, the fastest first; then the others, by the bytes that exceed the
+        setting: The planned job.
+        outcomes: Those that fit, the fastest first; then the others, by the bytes that exceed the
             limit. If activations are unknown, first those whose other memory fits, by the bytes
             that they send.
-        trials: variations of the chosen candidate.
-        options: arguments of ``fe.shard`` for all candidates; not saved.
-        simulate: simulates a candidate again, for its timeline. None if the plan was made by
+        trials: Variations of the chosen candidate.
+        options: Arguments of ``fe.shard`` for all candidates; not saved.
+        simulate: Simulates a candidate again, for its timeline. None if the plan was made by
             formulas, or was loaded.
-        replan: plans the job again with other arguments. None if the plan was loaded.
-        machine: the machine. None if the plan was loaded.
-        row_items: tokens or samples of a row of the batch, with a global batch.
-        parallelize: applies tensor parallelism to the model; not saved. None: by the model's plan.
-        stages: builds a stage of a pipeline; not saved.
+        replan: Plans the job again with other arguments. None if the plan was loaded.
+        machine: The machine. None if the plan was loaded.
+        row_items: Tokens or samples of a row of the batch, with a global batch.
+        parallelize: Applies tensor parallelism to the model; not saved. None: by the model's plan.
+        stages: Builds a stage of a pipeline; not saved.
     """
 
     setting: Setting
@@ -325,7 +325,7 @@ class StrategyPlan:
         within torch's ``context_parallel``.
 
         Raises:
-            ValueError: no candidate fits, or it is unknown; the message contains the table. Or it
+            ValueError: No candidate fits, or it is unknown; the message contains the table. Or it
                 has tensor parallelism, which :meth:`shard` applies, or a pipeline
                 (:meth:`shard_stages`).
         """
@@ -348,11 +348,11 @@ class StrategyPlan:
         torch's ``context_parallel`` over "cp".
 
         Args:
-            model: the planned one; see :func:`~fsdp_engine.shard`.
-            given: arguments of :func:`~fsdp_engine.shard` that override ``options``.
+            model: The planned one; see :func:`~fsdp_engine.shard`.
+            given: Arguments of :func:`~fsdp_engine.shard` that override ``options``.
 
         Raises:
-            ValueError: no candidate fits, or it is unknown, or the plan is for another number of
+            ValueError: No candidate fits, or it is unknown, or the plan is for another number of
                 ranks, or differs between ranks; on all ranks. See also :func:`~fsdp_engine.shard`
                 and :func:`~fsdp_engine.apply_tp_plan`.
         """
@@ -365,12 +365,12 @@ class StrategyPlan:
         of the mesh has the dimension "pp", and "tp" with tensor parallelism.
 
         Args:
-            stages: builds a stage, ``stages(index, num_stages)``, on the device. None: the planned
+            stages: Builds a stage, ``stages(index, num_stages)``, on the device. None: the planned
                 ones.
-            given: arguments of :func:`~fsdp_engine.shard` that override ``options``.
+            given: Arguments of :func:`~fsdp_engine.shard` that override ``options``.
 
         Raises:
-            ValueError: no candidate fits, or it is unknown, or it has no pipeline, or the plan is
+            ValueError: No candidate fits, or it is unknown, or it has no pipeline, or the plan is
                 for another number of ranks, or differs between ranks; on all ranks. Or the plan was
                 loaded, and ``stages`` is None.
         """
@@ -401,12 +401,12 @@ class StrategyPlan:
         sizes of the mesh unless ``mesh`` is given.
 
         Args:
-            mesh: sizes of the job's axes. None: any.
-            world_size: the job's data-parallel ranks. None: any.
-            given: arguments that override ``options``; values of None are ignored.
+            mesh: Sizes of the job's axes. None: any.
+            world_size: The job's data-parallel ranks. None: any.
+            given: Arguments that override ``options``; values of None are ignored.
 
         Raises:
-            ValueError: the plan is for another number of ranks, or no candidate for ``mesh`` fits,
+            ValueError: The plan is for another number of ranks, or no candidate for ``mesh`` fits,
                 or it is unknown; the message contains the table.
         """
         if world_size is not None:
@@ -456,7 +456,7 @@ class StrategyPlan:
         simulated again.
 
         Raises:
-            ValueError: the plan was loaded.
+            ValueError: The plan was loaded.
         """
         return self._again(quick=False)
 
@@ -464,11 +464,11 @@ class StrategyPlan:
         """Returns days, GPU hours, model flops utilization and cost of a training run.
 
         Args:
-            items: tokens (or samples) of the run.
-            price: dollars per GPU hour. None: no cost.
+            items: Tokens (or samples) of the run.
+            price: Dollars per GPU hour. None: no cost.
 
         Raises:
-            ValueError: no candidate fits, it is unknown, or a number is not positive.
+            ValueError: No candidate fits, it is unknown, or a number is not positive.
         """
         return TrainingRun.of(self.setting, self._fitting(), items, price)
 
@@ -476,7 +476,7 @@ class StrategyPlan:
         """Plan the job for several machines, presets or files of ``calibrate``.
 
         Raises:
-            ValueError: the plan was loaded, or there is no such machine.
+            ValueError: The plan was loaded, or there is no such machine.
         """
         named = list(named_machines(machines))
         rows = [self._row(label, machine=each) for label, each in named]
@@ -487,10 +487,10 @@ class StrategyPlan:
         batch of a rank, or, if the plan has a global batch, with that.
 
         Args:
-            ranks: numbers of ranks. Those that do not divide the global batch have no row.
+            ranks: Numbers of ranks. Those that do not divide the global batch have no row.
 
         Raises:
-            ValueError: the plan was loaded, or no number divides the global batch.
+            ValueError: The plan was loaded, or no number divides the global batch.
         """
         rows = []
         total = self.setting.global_batch
@@ -525,7 +525,7 @@ class StrategyPlan:
         """Write the plan as JSON, without ``options``.
 
         Raises:
-            ValueError: a candidate has a policy of checkpointing that is a function or operations,
+            ValueError: A candidate has a policy of checkpointing that is a function or operations,
                 which the file cannot contain.
         """
         for each in self.outcomes:
@@ -543,8 +543,8 @@ class StrategyPlan:
         """Read a file that :meth:`save` wrote.
 
         Raises:
-            OSError: there is no such file.
-            ValueError: the file has other contents.
+            OSError: There is no such file.
+            ValueError: The file has other contents.
         """
         content = read_json(path, "a plan as written by `save`")
         try:

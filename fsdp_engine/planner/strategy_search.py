@@ -57,14 +57,14 @@ def plan(
     this process. The machine does not have to be available.
 
     Args:
-        build: a function that returns the model, or its name as ``module:function``.
-        batch: the inputs of the model on one data-parallel rank, or on one group of
+        build: A function that returns the model, or its name as ``module:function``.
+        batch: The inputs of the model on one data-parallel rank, or on one group of
             context-parallel ranks, or a function that returns them;
             with ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences``
             one that also takes ``sequence=``. See :func:`~.simulation.simulate`.
-        options: all other arguments. None: they are keyword arguments. An
+        options: All other arguments. None: they are keyword arguments. An
             ``fe.Options`` is one of these, the argument of ``fe.shard``.
-        **given: fields of :class:`~.plan_options.PlanOptions`, of which ``world_size`` is required;
+        **given: Fields of :class:`~.plan_options.PlanOptions`, of which ``world_size`` is required;
             and arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``options``,
             ...
 
@@ -74,11 +74,11 @@ def plan(
         contains the line that reads a value.
 
     Raises:
-        SimulationError: the model, the loss or the optimizer raised an exception; names the line.
-        RuntimeError: torch.distributed is initialized in this process.
+        SimulationError: The model, the loss or the optimizer raised an exception; names the line.
+        RuntimeError: Torch.distributed is initialized in this process.
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
-        ValueError: an argument is invalid, also for ``fe.shard``.
+        ValueError: An argument is invalid, also for ``fe.shard``.
     """
     asked, known = PlanOptions.of(options, given), Known()
 
@@ -98,11 +98,11 @@ class _Planning:
     """One plan.
 
     Args:
-        request: its arguments.
-        known: results of other plans, which this one extends.
+        request: Its arguments.
+        known: Results of other plans, which this one extends.
 
     Raises:
-        SimulationError, TypeError, ValueError: see :func:`plan`.
+        SimulationError, TypeError, ValueError: See :func:`plan`.
     """
 
     def __init__(self, request: PlanRequest, known: Known) -> None:
@@ -162,7 +162,7 @@ class _Planning:
         """Try all candidates; by formulas if the model reads values.
 
         Args:
-            replan: makes the plan with other arguments.
+            replan: Makes the plan with other arguments.
         """
         if self._options.formulas:
             return self._by_formulas(_FORMULAS_ALONE, replan)
@@ -358,7 +358,7 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
     """Those whose numbers of batches divide the global batch.
 
     Raises:
-        ValueError: there are none with a length of sequences.
+        ValueError: There are none with a length of sequences.
     """
 
     def kind(each: Candidate) -> tuple[int, int, int | None]:

@@ -18,8 +18,8 @@ def is_alike(one: Any, other: Any, distance: int | None = None) -> bool:
     """Whether two objects are equal, but for numbers of blocks: classes, attributes, shapes.
 
     Args:
-        one, other: modules, or what they refer to.
-        distance: by which any integers in ``other`` may be greater. None: integers that are named
+        one, other: Modules, or what they refer to.
+        distance: By which any integers in ``other`` may be greater. None: integers that are named
             as numbers of blocks may differ.
     """
     return _is_alike(one, other, distance, set())

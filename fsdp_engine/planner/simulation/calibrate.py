@@ -76,16 +76,16 @@ def calibrate(
 
     Args:
         threads: The threads of each rank on a CPU.
-        seconds: measurement time of each figure.
-        verbose: the first rank prints progress to stderr.
+        seconds: Measurement time of each figure.
+        verbose: The first rank prints progress to stderr.
         folder: The folder of a local disk, which is measured, too. None: the disk remains unknown.
-        compile: kernels of ``torch.compile`` are measured, too. False: they are planned with the
+        compile: Kernels of ``torch.compile`` are measured, too. False: they are planned with the
             rates of other operations.
 
     Raises:
-        RuntimeError: with ``compile``, there is no C++ compiler, or compilation failed.
-        ValueError: nodes have different numbers of ranks.
-        OSError: the folder cannot be written, or has too little space.
+        RuntimeError: With ``compile``, there is no C++ compiler, or compilation failed.
+        ValueError: Nodes have different numbers of ranks.
+        OSError: The folder cannot be written, or has too little space.
     """
     if dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return _measure(threads, seconds, verbose, folder, compile)
@@ -149,10 +149,10 @@ class _Meter:
     Args:
         hardware: The hardware of all ranks.
         threads: The threads of each rank on a CPU.
-        seconds: measurement time of each figure.
-        verbose: print progress.
+        seconds: Measurement time of each figure.
+        verbose: Print progress.
         folder: The folder of a disk.
-        compiled: measure kernels of ``torch.compile``.
+        compiled: Measure kernels of ``torch.compile``.
     """
 
     def __init__(

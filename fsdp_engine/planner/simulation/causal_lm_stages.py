@@ -29,7 +29,7 @@ class CausalLMStages:
         module = stages(rank, num_stages)  # tokens or hidden states to hidden states or logits
 
     Args:
-        build: returns the model, on any device. It is called for each stage.
+        build: Returns the model, on any device. It is called for each stage.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -39,7 +39,7 @@ class CausalLMStages:
         """Returns the module of stage ``index``.
 
         Raises:
-            ValueError: see :func:`check_stages`.
+            ValueError: See :func:`check_stages`.
         """
         model = self._build()
         check_stages(model, num_stages)
@@ -50,7 +50,7 @@ def check_stages(model: Any, num_stages: int) -> None:
     """Check that a model can be cut into stages.
 
     Raises:
-        ValueError: there are no stages for such a model, its head is tied to its embedding, or it
+        ValueError: There are no stages for such a model, its head is tied to its embedding, or it
             has fewer layers than ``num_stages``.
     """
     config: Any = getattr(model, "config", None)
@@ -91,7 +91,7 @@ class CausalLMStage(nn.Module):
     """One stage.
 
     Attributes:
-        causal_lm: the model with the stage's modules alone. Parameters keep their names, except for
+        causal_lm: The model with the stage's modules alone. Parameters keep their names, except for
             the numbers of layers. :func:`~fsdp_engine.apply_tp_plan` takes it.
     """
 

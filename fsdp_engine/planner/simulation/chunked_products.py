@@ -49,7 +49,7 @@ class ChunkedProduct:
 
     Attributes:
         group: The group of ranks, each of which has a chunk.
-        is_gathered: its first operand is gathered; else its result is reduced.
+        is_gathered: Its first operand is gathered; else its result is reduced.
         parts: The parts of a chunk, for each matrix that it is multiplied with: flops, bytes read
             and written, and elements of the result.
         message_bytes: The bytes of the gathered operand, or of the result before it is reduced.

@@ -71,11 +71,11 @@ class Span:
     """The time interval of one operation on a lane.
 
     Attributes:
-        lane: its name.
+        lane: Its name.
         label: The label of the operation.
         phase: The phase of the program: "forward", "backward" or "step".
-        start, end: in seconds.
-        module: name of the module whose operation it is; "" if it is none's.
+        start, end: In seconds.
+        module: Name of the module whose operation it is; "" if it is none's.
     """
 
     lane: str
@@ -91,12 +91,12 @@ class Exposed:
     """A wait of compute for communication, or for copies of offloaded state or activations.
 
     Attributes:
-        unit: the unit, or for activations the block, whose communication or copy compute waited
+        unit: The unit, or for activations the block, whose communication or copy compute waited
             for.
         phase: "forward", "backward" or "step".
-        lane: its lane.
-        seconds: duration of the wait.
-        start: start of the wait, on the time axis of spans.
+        lane: Its lane.
+        seconds: Duration of the wait.
+        start: Start of the wait, on the time axis of spans.
     """
 
     unit: str
@@ -112,11 +112,11 @@ class Moment:
     dependencies. (Waiting for the cast of a gathered tensor is attributed to the gather.)
 
     Attributes:
-        known: seconds since the start of the simulation, without those of ``copy``.
+        known: Seconds since the start of the simulation, without those of ``copy``.
         label, lane: The label and lane of the longest operation.
-        seconds: its duration.
-        copy: a copy of the operation, whose end later copies may move.
-        after_copy: seconds from its end to the operation's.
+        seconds: Its duration.
+        copy: A copy of the operation, whose end later copies may move.
+        after_copy: Seconds from its end to the operation's.
     """
 
     known: float
@@ -182,7 +182,7 @@ class SimulatedLane:
 
     Attributes:
         end: The end of the last operation.
-        runs_ahead, meters: see :class:`~fsdp_engine.comm.lanes.Lane`.
+        runs_ahead, meters: See :class:`~fsdp_engine.comm.lanes.Lane`.
     """
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -302,10 +302,10 @@ class Mark:
     """A moment of the program, and the records of a step until then.
 
     Attributes:
-        part: the step until then, without times of lanes; its seconds are the time at which compute
+        part: The step until then, without times of lanes; its seconds are the time at which compute
             reaches the moment.
-        host: the time at which the host does.
-        num_spans, num_exposed: lengths of the records.
+        host: The time at which the host does.
+        num_spans, num_exposed: Lengths of the records.
     """
 
     part: StepPart
@@ -332,24 +332,24 @@ class Clock:
     """The simulated time of one rank, with a record of operations. See [Note: Two clocks].
 
     Args:
-        machine: the machine.
+        machine: The machine.
         num_ranks: The number of ranks of the job.
 
     Attributes:
-        machine, num_ranks: the arguments.
+        machine, num_ranks: The arguments.
         own_code: The time of the code of the engine on this machine.
-        host: the host's time.
+        host: The host's time.
         phase: The phase of the program: "build", "forward", "backward" or "step".
-        spans: operations in the order of their submission.
-        exposed: waits of compute for communication.
-        sent_bytes: bytes sent on lanes, by axis.
-        copied_bytes: bytes copied on lanes, by lane.
+        spans: Operations in the order of their submission.
+        exposed: Waits of compute for communication.
+        sent_bytes: Bytes sent on lanes, by axis.
+        copied_bytes: Bytes copied on lanes, by lane.
         model_flops, seconds_at_peak: The FLOPs of products, without recomputation, and the seconds
             that they take at the machine's peak.
-        entered: lanes that run what compute would.
-        every_lane: lanes in the order in which they were made.
-        memory_changed: called when the engine has allocated or freed memory.
-        module: returns the name of the module whose operation runs.
+        entered: Lanes that run what compute would.
+        every_lane: Lanes in the order in which they were made.
+        memory_changed: Called when the engine has allocated or freed memory.
+        module: Returns the name of the module whose operation runs.
     """
 
     def __init__(self, machine: Machine, num_ranks: int = 1) -> None:
@@ -460,8 +460,8 @@ class Clock:
 
         Args:
             label: The label of the part.
-            part: its times on the device.
-            host_seconds: that the host of a device needs to issue it.
+            part: Its times on the device.
+            host_seconds: That the host of a device needs to issue it.
         """
         host, start = self.host, self._settle()
         end = start + part.compute_seconds
@@ -490,9 +490,9 @@ class Clock:
         communication outside of lanes, which is small, only the host time is counted.
 
         Args:
-            num_bytes: bytes that this rank sends.
-            seconds: duration.
-            of_compute: the delay of compute, if one processor computes and communicates.
+            num_bytes: Bytes that this rank sends.
+            seconds: Duration.
+            of_compute: The delay of compute, if one processor computes and communicates.
         """
         self.call()
         if self._work is not None:
@@ -513,8 +513,8 @@ class Clock:
 
         Args:
             name: The name of the operation.
-            num_bytes, seconds, of_compute: see :meth:`send`.
-            lane_name: the lane.
+            num_bytes, seconds, of_compute: See :meth:`send`.
+            lane_name: The lane.
 
         Returns:
             Its end, for :meth:`wait_for_model`.
@@ -554,7 +554,7 @@ class Clock:
 
         Args:
             place: "host" or "disk".
-            direction: from the device's point of view.
+            direction: From the device's point of view.
             num_bytes: The number of bytes of the copy.
         """
         queues = self._queues_of(place)

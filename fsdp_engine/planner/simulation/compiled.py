@@ -131,7 +131,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
 
     Args:
         model, names: The model and the module names of the simulation.
-        on_device: where a device computes, the state of random numbers is no result of a graph.
+        on_device: Where a device computes, the state of random numbers is no result of a graph.
     """
     global _has_rules
     for module in model.modules():
@@ -175,10 +175,10 @@ def compile_blocks(model: nn.Module, units: Any = None) -> None:
     """Call ``compile()`` of the blocks, unless it was called.
 
     Args:
-        model, units: see :func:`~fsdp_engine.checkpoint_units`.
+        model, units: See :func:`~fsdp_engine.checkpoint_units`.
 
     Raises:
-        ValueError: there are no blocks.
+        ValueError: There are no blocks.
     """
     blocks = find_blocks(model, units)
     if not blocks:
@@ -253,11 +253,11 @@ class _CompiledGraph:
 
     Args:
         graph: The graph of aten operations.
-        donated: numbers of inputs whose memory it may write.
-        is_backward: whether it is one of backward.
+        donated: Numbers of inputs whose memory it may write.
+        is_backward: Whether it is one of backward.
 
     Raises:
-        NotImplementedError: it has symbolic shapes.
+        NotImplementedError: It has symbolic shapes.
     """
 
     def __init__(self, graph: GraphModule, donated: Sequence[int], *, is_backward: bool) -> None:

@@ -44,12 +44,12 @@ def check_context_parallel(context_parallel: int, size: int, machine: Machine) -
     """Check a context-parallel degree.
 
     Args:
-        context_parallel: the degree.
-        size: the ranks of the engine's inner axis, which it has to divide.
-        machine: the simulated machine.
+        context_parallel: The degree.
+        size: The ranks of the engine's inner axis, which it has to divide.
+        machine: The simulated machine.
 
     Raises:
-        TypeError, ValueError: it is not a divisor, or the machine's host computes.
+        TypeError, ValueError: It is not a divisor, or the machine's host computes.
     """
     check_count("context_parallel", context_parallel, "1 rank or more")
     if size % context_parallel:
@@ -80,7 +80,7 @@ class ContextParallel:
         """Check that sequences can be sharded.
 
         Raises:
-            ValueError: no tensor has a dimension 1, or its size is not divisible.
+            ValueError: No tensor has a dimension 1, or its size is not divisible.
         """
         length, divisor = sequence_length(inputs), 2 * self._mesh.size()
         if length is None:
@@ -100,11 +100,11 @@ class ContextParallel:
         sequence are sharded in place, and restored at its end.
 
         Args:
-            inputs: with one such tensor at least.
-            needs_attention: there must be ring attention.
+            inputs: With one such tensor at least.
+            needs_attention: There must be ring attention.
 
         Raises:
-            ValueError: no attention of the forward was ring attention.
+            ValueError: No attention of the forward was ring attention.
             SimulationError: torch's context manager raised an exception.
         """
         length = sequence_length(inputs)

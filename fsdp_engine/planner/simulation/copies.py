@@ -39,9 +39,9 @@ class Copy:
     """One copy, or work of the host.
 
     Attributes:
-        ready: the time from which it may start.
-        num_bytes: its size.
-        start, end: as far as overlapping copies are known.
+        ready: The time from which it may start.
+        num_bytes: Its size.
+        start, end: As far as overlapping copies are known.
     """
 
     ready: float
@@ -81,11 +81,11 @@ class CopyQueues:
     """The copies of a link.
 
     Args:
-        link: the link.
-        host_rate: bytes per second of the host's memory, of a rank.
+        link: The link.
+        host_rate: Bytes per second of the host's memory, of a rank.
 
     Attributes:
-        link: see the argument.
+        link: See the argument.
     """
 
     def __init__(self, link: TwoWayLink, host_rate: float = math.inf) -> None:

@@ -60,7 +60,7 @@ def replaced(functions: Mapping[Place, Any]) -> Iterator[None]:
     """Context in which functions, or other values, of modules are replaced.
 
     Args:
-        functions: by module and name.
+        functions: By module and name.
     """
     before = {(module, name): getattr(module, name) for module, name in functions}
     try:

@@ -55,9 +55,9 @@ class FlexKernel:
     """A compiled kernel of ``flex_attention``.
 
     Attributes:
-        query, key, value: its arguments.
+        query, key, value: Its arguments.
         computed_share: The share of the blocks of scores that it computes.
-        is_backward: whether it is the kernel of backward.
+        is_backward: Whether it is the kernel of backward.
     """
 
     query: Tensor
@@ -90,7 +90,7 @@ def flex_kernel(name: str, args: Sequence[Any]) -> FlexKernel:
 
     Args:
         name: The name of the operation, ``FORWARD`` or ``BACKWARD``.
-        args: its arguments.
+        args: Its arguments.
     """
     is_backward = name == BACKWARD
     query, key, value = args[:3]
@@ -108,8 +108,8 @@ def computed_share(
     Args:
         block_mask: The block mask of the operation, ``BlockMask.as_tuple()`` with a graph for the
             function.
-        buffers: tensors that the function reads.
-        num_queries, num_keys: lengths of the sequences.
+        buffers: Tensors that the function reads.
+        num_queries, num_keys: Lengths of the sequences.
     """
     *tensors, query_block, key_block, graph = block_mask
     counts, full_counts = tensors[2], tensors[4]
@@ -138,9 +138,9 @@ def _share_of_graph(
     """The share of a mask whose function is a graph.
 
     Args:
-        graph, buffers: see :func:`computed_share`.
-        outer: rows and heads for which there is a mask each.
-        sizes: lengths of queries and keys, and of their blocks.
+        graph, buffers: See :func:`computed_share`.
+        outer: Rows and heads for which there is a mask each.
+        sizes: Lengths of queries and keys, and of their blocks.
     """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     rows, heads = (
@@ -211,8 +211,8 @@ class _Condition:
     """A condition that depends on unknown values.
 
     Attributes:
-        certain: where it is true for all values.
-        possible: where it is true for some values.
+        certain: Where it is true for all values.
+        possible: Where it is true for some values.
     """
 
     certain: Tensor

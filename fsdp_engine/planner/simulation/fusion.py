@@ -52,13 +52,13 @@ class Kernel:
     """A kernel.
 
     Attributes:
-        nodes: its operations, in the order of the graph; one, if it is not fused.
-        is_fused: whether it consists of fusible operations.
-        reads: bytes by the node of the memory that it reads.
-        writes: nodes whose results it writes to memory.
-        in_place: memory of graph inputs that it writes.
-        replaced: for each of ``writes``, the memory in whose place it can be written.
-        num_bytes: read and written.
+        nodes: Its operations, in the order of the graph; one, if it is not fused.
+        is_fused: Whether it consists of fusible operations.
+        reads: Bytes by the node of the memory that it reads.
+        writes: Nodes whose results it writes to memory.
+        in_place: Memory of graph inputs that it writes.
+        replaced: For each of ``writes``, the memory in whose place it can be written.
+        num_bytes: Read and written.
     """
 
     nodes: list[Node]
@@ -108,8 +108,8 @@ def kernels_of(graph: Graph, reusable: Iterable[Node] = ()) -> list[Kernel]:
     """The kernels of a graph in their order.
 
     Args:
-        graph: decomposed, with a fake tensor as ``meta["val"]`` of each node.
-        reusable: inputs whose memory the graph may write when it has read them.
+        graph: Decomposed, with a fake tensor as ``meta["val"]`` of each node.
+        reusable: Inputs whose memory the graph may write when it has read them.
     """
     return _Fusion(graph, set(reusable)).kernels()
 

@@ -17,7 +17,7 @@ class GivenOptions:
     """Options with those of :func:`~fsdp_engine.shard` beside them.
 
     Attributes:
-        shard: options of :func:`~fsdp_engine.shard`: ``strategy``, ``outer_strategy``, ``units``,
+        shard: Options of :func:`~fsdp_engine.shard`: ``strategy``, ``outer_strategy``, ``units``,
             ``mp_policy``, ``options``, ``extensions``, ...
     """
 
@@ -28,12 +28,12 @@ class GivenOptions:
         """Returns the options of a function that takes the object or keyword arguments.
 
         Args:
-            options: the object. None: there are keyword arguments. ``fe.Options``: one of them, the
+            options: The object. None: there are keyword arguments. ``fe.Options``: one of them, the
                 option of ``shard``.
-            given: keyword arguments. Names that are no fields are options of ``shard``.
+            given: Keyword arguments. Names that are no fields are options of ``shard``.
 
         Raises:
-            TypeError: both are given, ``options`` has another type, or a required one is missing.
+            TypeError: Both are given, ``options`` has another type, or a required one is missing.
         """
         from fsdp_engine.kernel_interface import Options, checked_arguments
 

@@ -20,8 +20,8 @@ class Lines:
     """Lines of the fields of an object, from 1.
 
     Attributes:
-        by_place: the line of each field's name.
-        again: fields whose name is in its object already, and their lines.
+        by_place: The line of each field's name.
+        again: Fields whose name is in its object already, and their lines.
     """
 
     by_place: dict[Place, int] = field(default_factory=dict)

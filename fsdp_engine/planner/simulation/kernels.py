@@ -33,10 +33,10 @@ class Kernels:
     """Times kernels on one device.
 
     Args:
-        device: the device.
-        turns: threads of all ranks per core, at least 1.
-        seconds: measurement time of each kernel.
-        agree: combines the ranks' values, for example by the maximum.
+        device: The device.
+        turns: Threads of all ranks per core, at least 1.
+        seconds: Measurement time of each kernel.
+        agree: Combines the ranks' values, for example by the maximum.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Kernels:
 
         Args:
             flops: floating-point operations per second with warm operands.
-            bandwidth: bytes per second of the memory.
+            bandwidth: Bytes per second of the memory.
         """
         if not self._on_host:
             return 1.0
@@ -123,7 +123,7 @@ class Kernels:
         backward and softmax, with cold tensors.
 
         Args:
-            bandwidth: bytes per second of the memory.
+            bandwidth: Bytes per second of the memory.
         """
         if not self._on_host:
             return 0.0
@@ -141,7 +141,7 @@ class Kernels:
         a cast to a wider dtype. 0 on a host.
 
         Args:
-            bandwidth: bytes per second of the memory.
+            bandwidth: Bytes per second of the memory.
         """
         if self._on_host:
             return 0.0
@@ -163,10 +163,10 @@ class Kernels:
         those of functions.
 
         Args:
-            bandwidth: bytes per second of the memory.
+            bandwidth: Bytes per second of the memory.
 
         Raises:
-            RuntimeError: the compiler found no C++ compiler, or failed.
+            RuntimeError: The compiler found no C++ compiler, or failed.
         """
 
         def seconds(function: Callable[..., None], num_tensors: int) -> float:
@@ -262,7 +262,7 @@ class Kernels:
 
         Args:
             dtypes: The dtypes of products; attention is timed in the last one.
-            memory_bytes: memory of the rank.
+            memory_bytes: Memory of the rank.
             compiled: Whether to measure the figures of fused kernels, too.
         """
         flops = {dtype: self.matrix_flops(dtype) for dtype in dtypes}

@@ -62,15 +62,15 @@ class Link:
     """The link from one rank to the next of a ring.
 
     Attributes:
-        bandwidth: bytes per second that one rank sends while it receives at the same rate, and
+        bandwidth: Bytes per second that one rank sends while it receives at the same rate, and
             while the other ranks of its node do the same.
-        latency: seconds per hop, independent of the size.
-        achievable: the fraction of ``bandwidth`` that collectives achieve.
-        processor_share: the fraction of communication time that delays compute, if one processor
+        latency: Seconds per hop, independent of the size.
+        achievable: The fraction of ``bandwidth`` that collectives achieve.
+        processor_share: The fraction of communication time that delays compute, if one processor
             computes and communicates.
 
     Raises:
-        ValueError: a figure is out of range.
+        ValueError: A figure is out of range.
     """
 
     bandwidth: float = fields.rate("bytes per second of one direction", "50e9")
@@ -98,15 +98,15 @@ class TwoWayLink:
     """The link of one rank to a place of offloaded tensors: host memory, or a disk.
 
     Attributes:
-        into: bytes per second to where the state is used (from the host; reads), with nothing on
+        into: Bytes per second to where the state is used (from the host; reads), with nothing on
             the other direction.
-        out: bytes per second back (to the host; writes), with nothing on the other direction.
-        both: bytes per second of both directions together, while both are busy: the sum of both, if
+        out: Bytes per second back (to the host; writes), with nothing on the other direction.
+        both: Bytes per second of both directions together, while both are busy: the sum of both, if
             they do not share anything.
-        latency: seconds of a copy, independent of its size.
+        latency: Seconds of a copy, independent of its size.
 
     Raises:
-        ValueError: a figure is out of range.
+        ValueError: A figure is out of range.
     """
 
     into: float = fields.rate("bytes per second to the device; reads of a disk", "55e9")
@@ -144,11 +144,11 @@ class Attention:
     """The shape of an attention operation.
 
     Attributes:
-        num_queries, num_keys: lengths of the sequences.
-        is_causal: a query attends to no later keys.
-        is_backward: the operation is attention's backward.
-        head_size: elements of a head. None: at least 128.
-        is_flex: the operation is a kernel of ``flex_attention``.
+        num_queries, num_keys: Lengths of the sequences.
+        is_causal: A query attends to no later keys.
+        is_backward: The operation is attention's backward.
+        head_size: Elements of a head. None: at least 128.
+        is_flex: The operation is a kernel of ``flex_attention``.
     """
 
     num_queries: int
@@ -177,41 +177,41 @@ class Processor:
     Attributes:
         matrix_flops: floating-point operations per second of matrix products, by dtype; that of
             ``torch.float8_e4m3fn`` is that of all fp8 formats.
-        memory_bandwidth: bytes per second, reads and writes together.
-        memory_bytes: size of the memory.
-        call_seconds: minimum duration of an operation.
-        achievable_flops: the fraction of ``matrix_flops`` that large products achieve.
-        achievable_bandwidth: the fraction of ``memory_bandwidth`` that large operations achieve.
+        memory_bandwidth: Bytes per second, reads and writes together.
+        memory_bytes: Size of the memory.
+        call_seconds: Minimum duration of an operation.
+        achievable_flops: The fraction of ``matrix_flops`` that large products achieve.
+        achievable_bandwidth: The fraction of ``memory_bandwidth`` that large operations achieve.
         overlap: For an operation that computes and accesses memory, the fraction of the shorter of
             the two times that overlaps with the longer. 1 is a roofline, as for a GPU, where
             thousands of threads wait for memory while others compute. 0 is a core that computes
             only after memory access: operations take the sum of both times.
-        attention_share: the rate of attention kernels on long sequences as a fraction of that of
+        attention_share: The rate of attention kernels on long sequences as a fraction of that of
             products.
-        attention_backward_share: the same in backward. None: ``attention_share``.
-        attention_length: the length of keys with which attention reaches half of that rate; with a
+        attention_backward_share: The same in backward. None: ``attention_share``.
+        attention_length: The length of keys with which attention reaches half of that rate; with a
             length of n the fraction is n / (n + ``attention_length``).
-        causal_block: causal attention skips masked keys in blocks: a block of so many queries
+        causal_block: Causal attention skips masked keys in blocks: a block of so many queries
             computes all keys up to its end. None: it computes all keys.
-        attention_head: the rate with heads of n elements, fewer than 128, is proportional to
+        attention_head: The rate with heads of n elements, fewer than 128, is proportional to
             n / (n + ``attention_head``); larger ones have that of 128, which the shares state.
-        function_seconds: seconds per element of a function such as gelu, softmax or a norm, in
+        function_seconds: Seconds per element of a function such as gelu, softmax or a norm, in
             addition to memory access. 0 if enough processors hide it.
-        irregular_seconds: seconds per element of operations that do not stream through memory, in
+        irregular_seconds: Seconds per element of operations that do not stream through memory, in
             addition to memory access; see [Note: Irregular elements] in ``memory_access.py``.
-        fused_share: the rate of memory access of kernels that a compiler fused, as a fraction of
+        fused_share: The rate of memory access of kernels that a compiler fused, as a fraction of
             that of other operations.
         fused_function_seconds: ``function_seconds`` in such kernels. None: the same.
-        product_seconds: seconds of each matrix product in addition to those of its flops: the
+        product_seconds: Seconds of each matrix product in addition to those of its flops: the
             processor fills with the first tiles of the result, and drains after the last ones.
-        product_element_seconds: seconds per element of a product's result, in addition: tiles are
+        product_element_seconds: Seconds per element of a product's result, in addition: tiles are
             converted and stored.
-        flex_share: the rate of ``flex_attention``'s compiled kernel in forward as a fraction of
+        flex_share: The rate of ``flex_attention``'s compiled kernel in forward as a fraction of
             that of other attention kernels.
-        flex_backward_share: the same in backward.
+        flex_backward_share: The same in backward.
 
     Raises:
-        ValueError: a figure is out of range, or there is no figure for fp32.
+        ValueError: A figure is out of range, or there is no figure for fp32.
     """
 
     matrix_flops: Mapping[torch.dtype, float]
@@ -255,7 +255,7 @@ class Processor:
         dtypes without one, except fp8.
 
         Raises:
-            ValueError: the dtype is fp8, which has no figure: no such products exist on A100, where
+            ValueError: The dtype is fp8, which has no figure: no such products exist on A100, where
                 torch raises, too.
         """
         if dtype in _FLOAT8:
@@ -286,12 +286,12 @@ class Processor:
         Args:
             flops: floating-point operations of matrix products; of causal attention those of all
                 keys.
-            num_bytes: bytes read and written.
+            num_bytes: Bytes read and written.
             dtype: The dtype of the products.
             attention: The attention of the operation, if it is attention.
-            product_elements: elements of a product's result.
-            function_elements: elements of a function's result.
-            irregular_elements: elements that the operation does not stream through.
+            product_elements: Elements of a product's result.
+            function_elements: Elements of a function's result.
+            irregular_elements: Elements that the operation does not stream through.
         """
         rate = self.achievable_flops * self.peak_flops(dtype) if flops else math.inf
         if attention is not None:
@@ -332,24 +332,24 @@ class Machine:
     """A machine of many ranks.
 
     Attributes:
-        name: for titles and errors.
+        name: For titles and errors.
         processor: The processor of one rank.
-        within_node: the link between ranks of one node.
-        between_nodes: the link between ranks of two nodes: the port of one rank, or its share of
+        within_node: The link between ranks of one node.
+        between_nodes: The link between ranks of two nodes: the port of one rank, or its share of
             the node's port.
-        ranks_per_node: consecutive ranks that share a node.
-        host_seconds: host time per operation.
-        host_runs_ahead: the host issues work to a device asynchronously. False: the host computes
+        ranks_per_node: Consecutive ranks that share a node.
+        host_seconds: Host time per operation.
+        host_runs_ahead: The host issues work to a device asynchronously. False: the host computes
             itself, and its time is the compute lane's.
-        host_link: from one rank's device to its pinned host memory. None: unknown.
-        disk: one rank's share of its node's local disks. None: unknown.
-        host_memory_bandwidth: bytes per second of a node's host memory, reads and writes together,
+        host_link: From one rank's device to its pinned host memory. None: unknown.
+        disk: One rank's share of its node's local disks. None: unknown.
+        host_memory_bandwidth: Bytes per second of a node's host memory, reads and writes together,
             that its ranks share while they copy, or compute on offloaded state. None: it limits no
             copies, or ``host_link`` was measured while all ranks copied; and such computation
             cannot be simulated.
 
     Raises:
-        ValueError: a figure is out of range.
+        ValueError: A figure is out of range.
     """
 
     name: str = fields.text("for titles", '"8 x H100 a node"')
@@ -401,7 +401,7 @@ class Machine:
         activations ("host", "disk"). That of a device to a disk leads through host memory.
 
         Raises:
-            ValueError: its figures are unknown.
+            ValueError: Its figures are unknown.
         """
         if place == DISK and not self.host_runs_ahead:
             return self._known("disk", place)
@@ -436,7 +436,7 @@ class Machine:
         while all do.
 
         Raises:
-            ValueError: the figure is unknown.
+            ValueError: The figure is unknown.
         """
         if self.host_memory_bandwidth is None:
             raise ValueError(
@@ -460,7 +460,7 @@ class Machine:
 
         Raises:
             TypeError: ``name`` is not a string.
-            ValueError: there is no such preset or file, or the file has other contents.
+            ValueError: There is no such preset or file, or the file has other contents.
         """
         if not isinstance(name, str):
             raise TypeError(
@@ -481,8 +481,8 @@ class Machine:
         """Read a file that :meth:`save` or ``python -m fsdp_engine calibrate`` wrote.
 
         Raises:
-            OSError: there is no such file.
-            ValueError: the file has other contents; has all mistakes with their lines.
+            OSError: There is no such file.
+            ValueError: The file has other contents; has all mistakes with their lines.
         """
         expected = "a machine as written by `calibrate`"
         content = read_json(path, expected)

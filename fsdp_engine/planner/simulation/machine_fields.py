@@ -25,12 +25,12 @@ class Figure:
     """A field of a machine.
 
     Attributes:
-        expected: its range as text.
-        is_valid: whether a value of any type is in the range.
-        unit: its unit, or its meaning.
-        example: a valid value, as JSON has it.
-        least, most: the range of figures of real machines, for files.
-        has_default: the field may be missing.
+        expected: Its range as text.
+        is_valid: Whether a value of any type is in the range.
+        unit: Its unit, or its meaning.
+        example: A valid value, as JSON has it.
+        least, most: The range of figures of real machines, for files.
+        has_default: The field may be missing.
     """
 
     expected: str
@@ -212,11 +212,11 @@ def check_figures(owner: Any, more: Sequence[str] = ()) -> None:
     """Check the figures of a machine, or of a part of it.
 
     Args:
-        owner: has the figures.
-        more: mistakes that the caller has found.
+        owner: Has the figures.
+        more: Mistakes that the caller has found.
 
     Raises:
-        ValueError: has all mistakes, one a line.
+        ValueError: Has all mistakes, one a line.
     """
     mistakes = {
         name: figure.mistake(getattr(owner, name))
@@ -250,8 +250,8 @@ def file_mistakes(
     Args:
         content: The content of the file.
         lines: The lines of its fields.
-        dtypes: names of dtypes.
-        machine: the class of machines.
+        dtypes: Names of dtypes.
+        machine: The class of machines.
     """
     check, parts = _FileCheck(lines), parts_of(machine)
     check.fields((), content, figures_of(machine), others=parts)

@@ -61,12 +61,12 @@ class MemoryTracker:
     """Current bytes by kind, and those at the peak.
 
     Attributes:
-        peak: bytes by kind at the time of the largest sum since :meth:`restart`.
-        elsewhere: current bytes at other places than the device, by place.
-        series: times and bytes by kind, in the order of ``KINDS``, since :meth:`restart`.
-        by_place: bytes by kind at the time of the largest sum at each place, since :meth:`restart`.
-        now: returns the time.
-        place: returns the place in the program, a phase and a module.
+        peak: Bytes by kind at the time of the largest sum since :meth:`restart`.
+        elsewhere: Current bytes at other places than the device, by place.
+        series: Times and bytes by kind, in the order of ``KINDS``, since :meth:`restart`.
+        by_place: Bytes by kind at the time of the largest sum at each place, since :meth:`restart`.
+        now: Returns the time.
+        place: Returns the place in the program, a phase and a module.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class MemoryTracker:
         """Start tracking an engine. Existing storages are counted as weights.
 
         Args:
-            held: returns the engine's bytes by role.
+            held: Returns the engine's bytes by role.
         """
         self._held = held
         self.settle("weights")
@@ -105,7 +105,7 @@ class MemoryTracker:
         """Track the storages of tensors that an operation has returned, or of inputs.
 
         Args:
-            tensors: those that are not tracked yet are added.
+            tensors: Those that are not tracked yet are added.
             kind: The kind of their storages.
         """
         newest, grew = set(), False
@@ -177,7 +177,7 @@ class MemoryTracker:
         """Update the peak.
 
         Args:
-            temporary: bytes that the operation of this moment allocates and frees.
+            temporary: Bytes that the operation of this moment allocates and frees.
         """
         self._newest = set()
         now = self._booked()

@@ -82,11 +82,11 @@ def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
     over: those of its root mesh without theirs.
 
     Args:
-        model: its parameters may be DTensors.
-        data: returned if there are none, or if they are over a slice of its root mesh.
+        model: Its parameters may be DTensors.
+        data: Returned if there are none, or if they are over a slice of its root mesh.
 
     Raises:
-        ValueError: the root mesh has no other dimensions, has more than two, or has other ranks.
+        ValueError: The root mesh has no other dimensions, has more than two, or has other ranks.
     """
     found = [each for each in model.parameters() if isinstance(each, DTensor)]
     roots = [each.device_mesh._get_root_mesh() for each in found]

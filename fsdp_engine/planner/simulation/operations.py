@@ -112,9 +112,9 @@ class _Result:
     """The recipe of one tensor.
 
     Attributes:
-        argument: number of the argument that it is, or is a view of. None: it is new.
-        view: its metadata. None: it is the argument itself.
-        device: its fake device.
+        argument: Number of the argument that it is, or is a view of. None: it is new.
+        view: Its metadata. None: it is the argument itself.
+        device: Its fake device.
         attributes: The attributes of the fake tensor, except for its mode.
     """
 
@@ -129,8 +129,8 @@ class Recipe:
     """The recipe of an operation's results, shared by all calls with the same metadata.
 
     Attributes:
-        results: recipes in order; a number, or None, for a result that is one.
-        container: type of the results' container. None: a single result.
+        results: Recipes in order; a number, or None, for a result that is one.
+        container: Type of the results' container. None: a single result.
     """
 
     results: tuple[_Result | int | None, ...]
@@ -141,8 +141,8 @@ class OperationCache:
     """Recipes by operation and metadata; may be shared by several simulations.
 
     Attributes:
-        num_hits: calls whose results were created from a recipe.
-        num_misses: calls that torch ran.
+        num_hits: Calls whose results were created from a recipe.
+        num_misses: Calls that torch ran.
     """
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     bf16 alone, although the kernels take other dtypes; None for any other operation.
 
     Raises:
-        RuntimeError: the matrices do not fit together.
+        RuntimeError: The matrices do not fit together.
     """
     if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
         return None
@@ -442,17 +442,17 @@ class Operations(TorchDispatchMode):
     """Mode in which every operation advances the clock.
 
     Args:
-        clock: the clock of the lanes.
-        memory: tracks the results of operations.
-        fake: the mode of the tensors.
-        known: a cache of operations.
+        clock: The clock of the lanes.
+        memory: Tracks the results of operations.
+        fake: The mode of the tensors.
+        known: A cache of operations.
 
     Attributes:
         is_recomputation: Whether the operations of compiled code that run are recomputations.
-        data_ranks: the data-parallel ranks, once there is an engine. Groups of other ranks are the
+        data_ranks: The data-parallel ranks, once there is an engine. Groups of other ranks are the
             model's.
-        context_ranks: the context-parallel ranks.
-        num_ring_attentions: forwards of ring attention so far, one for each block of keys.
+        context_ranks: The context-parallel ranks.
+        num_ring_attentions: Forwards of ring attention so far, one for each block of keys.
     """
 
     supports_higher_order_operators = True  # torch passes them to this mode
@@ -525,7 +525,7 @@ class Operations(TorchDispatchMode):
         """Context of a compiled graph: views and allocations take no time of the host.
 
         Args:
-            is_backward: whether the graph is one of backward.
+            is_backward: Whether the graph is one of backward.
         """
         before = self._is_compiled, self.is_recomputation
         self._is_compiled = True
@@ -564,8 +564,8 @@ class Operations(TorchDispatchMode):
         """Run a kernel of ``flex_attention``, whose results are allocated.
 
         Args:
-            kernel: the kernel.
-            num_bytes: read and written.
+            kernel: The kernel.
+            num_bytes: Read and written.
         """
         query, processor = kernel.query, self._clock.machine.processor
         name = BACKWARD if kernel.is_backward else FORWARD
@@ -851,8 +851,8 @@ def exchange_seconds(
     """Seconds of an all-to-all of parts of various sizes, as :func:`all_to_all_seconds`.
 
     Args:
-        machine: the machine.
-        sent, received: bytes by rank.
+        machine: The machine.
+        sent, received: Bytes by rank.
         stride: The stride of the ranks.
     """
 

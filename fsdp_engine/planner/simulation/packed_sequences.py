@@ -24,7 +24,7 @@ def masks_of_rows(inputs: Any = None) -> AbstractContextManager[None]:
     a mask. The models have been built, so that transformers has been imported if it is used.
 
     Args:
-        inputs: the batch. If it says where its tokens are, rows may be packed.
+        inputs: The batch. If it says where its tokens are, rows may be packed.
     """
     module = sys.modules.get("transformers.masking_utils")
     packed, all_true = (module, "find_packed_sequence_indices"), (module, "fast_all")

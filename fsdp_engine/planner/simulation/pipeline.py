@@ -63,15 +63,15 @@ class PipelineSimulation:
     item for each rank of the pipeline.
 
     Attributes:
-        title: schedule, ranks and strategy.
-        machine: the simulated machine.
-        seconds: from the end of the previous step on the last rank that ends it to the end of this
+        title: Schedule, ranks and strategy.
+        machine: The simulated machine.
+        seconds: From the end of the previous step on the last rank that ends it to the end of this
             one.
-        ranks: the steps of the ranks. Each begins at the end of the rank's previous step.
-        starts: the beginnings of these steps, from the first of them on.
-        stages: indices of the rank's stages.
-        actions: forwards and backwards in the order of the schedule.
-        num_targets: elements of the targets of all microbatches on all data-parallel ranks; with
+        ranks: The steps of the ranks. Each begins at the end of the rank's previous step.
+        starts: The beginnings of these steps, from the first of them on.
+        stages: Indices of the rank's stages.
+        actions: Forwards and backwards in the order of the schedule.
+        num_targets: Elements of the targets of all microbatches on all data-parallel ranks; with
             context parallelism on all groups.
     """
 
@@ -161,13 +161,13 @@ def simulate_pipeline(
     Runs in one process, as :func:`~fsdp_engine.simulate`.
 
     Args:
-        stages: builds the module of one stage, ``stages(index, num_stages)``, on any device. Its
+        stages: Builds the module of one stage, ``stages(index, num_stages)``, on any device. Its
             forward takes the output of the previous stage. For causal language models of
             transformers: :class:`~fsdp_engine.CausalLMStages`.
-        world_size: all ranks.
-        pipeline: ranks of a pipeline, at least 2. The ``world_size / pipeline`` ranks of a stage
+        world_size: All ranks.
+        pipeline: Ranks of a pipeline, at least 2. The ``world_size / pipeline`` ranks of a stage
             are consecutive.
-        batch: inputs of the first stage, of one microbatch on one data-parallel rank: a tensor, a
+        batch: Inputs of the first stage, of one microbatch on one data-parallel rank: a tensor, a
             tuple of tensors, or a function that returns one of these. The first dimension is that
             of samples.
         target: The target of the same microbatch, for the loss: a tensor, or a function that
@@ -176,20 +176,20 @@ def simulate_pipeline(
             ``get_schedule_class`` accepts, or a class.
         stages_per_rank: None: 1, or 2 if the schedule takes several stages.
         loss: ``loss(output, target)`` of the last stage. None: the cross-entropy of logits.
-        quick: simulate each different stage once, with few microbatches, instead of all forwards
+        quick: Simulate each different stage once, with few microbatches, instead of all forwards
             and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
-        options: the other options. None: they are keyword arguments. An
+        options: The other options. None: they are keyword arguments. An
             ``fe.Options`` is one of these, the argument of ``fe.shard``.
-        **given: fields of :class:`~.step_options.StepOptions`, of which ``microbatches`` is
+        **given: Fields of :class:`~.step_options.StepOptions`, of which ``microbatches`` is
             required; with context parallelism ``batch`` and ``target`` have whole sequences, stages
             and their messages this part of them. And options of
             :func:`~fsdp_engine.sharding.shard`.
 
     Raises:
-        SimulationError: a stage, the loss or the optimizer cannot run with fake tensors, or raised
+        SimulationError: A stage, the loss or the optimizer cannot run with fake tensors, or raised
             an exception; names the line.
-        RuntimeError: torch.distributed is initialized in this process.
-        TypeError: an argument has another type.
+        RuntimeError: Torch.distributed is initialized in this process.
+        TypeError: An argument has another type.
         ValueError: ``pipeline`` does not divide ``world_size``, ``tensor_parallel`` does not divide
             the ranks of a stage or the model's heads, ``context_parallel`` does not divide the
             inner axis or the sequences, or the machine's host computes with it, ``mesh`` does not
@@ -241,7 +241,7 @@ def schedule_class(schedule: str | type[Any]) -> type[Any]:
 
     Raises:
         TypeError: ``schedule`` is no name and no class of a schedule.
-        ValueError: the name is unknown, or the package lacks the extension.
+        ValueError: The name is unknown, or the package lacks the extension.
     """
     find_module("pipelines", needed_by="pipeline")
     expected = "the name or class of a schedule of torch.distributed.pipelining"
@@ -265,12 +265,12 @@ def stages_of_ranks(
     """Indices of the stages of each rank of a pipeline.
 
     Args:
-        kind: the schedule.
-        pipeline: ranks.
-        stages_per_rank: see :func:`simulate_pipeline`.
+        kind: The schedule.
+        pipeline: Ranks.
+        stages_per_rank: See :func:`simulate_pipeline`.
 
     Raises:
-        TypeError, ValueError: the schedule does not take this number of stages.
+        TypeError, ValueError: The schedule does not take this number of stages.
     """
     is_single = issubclass(kind, schedules.PipelineScheduleSingle)
     count = (1 if is_single else 2) if stages_per_rank is None else stages_per_rank
@@ -290,7 +290,7 @@ def takes_microbatches(schedule: str, pipeline: int, microbatches: int) -> bool:
     """Whether a schedule takes this number of microbatches.
 
     Args:
-        schedule, pipeline, microbatches: see :func:`simulate_pipeline`.
+        schedule, pipeline, microbatches: See :func:`simulate_pipeline`.
     """
     kind = schedule_class(schedule)
     stages_of = stages_of_ranks(kind, pipeline, None)
@@ -308,7 +308,7 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
     """Replay the steps of all ranks side by side.
 
     Raises:
-        ValueError: a message has no other side, or ranks wait for each other.
+        ValueError: A message has no other side, or ranks wait for each other.
     """
     check_messages([message for each in recorded for message in each.tape.messages])
     messages = StageMessages(cache(job.link))

@@ -71,8 +71,8 @@ class Action:
     Attributes:
         kind: ``FORWARD``, ``BACKWARD``, or, of a split backward, ``BACKWARD_OF_INPUTS`` and
             ``BACKWARD_OF_WEIGHTS``.
-        stage: its index.
-        microbatch: its number.
+        stage: Its index.
+        microbatch: Its number.
     """
 
     kind: str
@@ -85,11 +85,11 @@ class Recorded:
     """The steps of one rank.
 
     Attributes:
-        tape: its clock.
-        result: returns the record of the last step, with the times of a replay of ``tape``, whose
+        tape: Its clock.
+        result: Returns the record of the last step, with the times of a replay of ``tape``, whose
             start and seconds are given.
         actions: The actions of a step.
-        num_targets: elements of the rank's targets in a step.
+        num_targets: Elements of the rank's targets in a step.
     """
 
     tape: RecordingClock
@@ -103,9 +103,9 @@ class PipelineJob:
     """The arguments of :func:`~.simulation.pipeline.simulate_pipeline`, checked.
 
     Attributes:
-        stages_of: indices of the stages of each rank.
+        stages_of: Indices of the stages of each rank.
         sizes: The sizes of the data-parallel axes.
-        step: the other options.
+        step: The other options.
     """
 
     stages: Stages
@@ -171,7 +171,7 @@ class PipelineJob:
         """Returns the kinds of the actions of the schedule, in the order of ``LETTERS``.
 
         Raises:
-            ValueError: the schedule does not take the number of microbatches or of stages.
+            ValueError: The schedule does not take the number of microbatches or of stages.
         """
         with self.process(Clock(self.step.machine)) as process:
             schedule = self.make_schedule(empty_stages(self.stages_of, process.device_mesh))
@@ -196,7 +196,7 @@ class PipelineJob:
             loss: None: :meth:`loss_of`.
 
         Raises:
-            ValueError: it does not take the number of microbatches or of stages.
+            ValueError: It does not take the number of microbatches or of stages.
         """
         return make_schedule(
             self.schedule, stages, self.pipeline, self.step.microbatches, loss or self.loss_of
@@ -206,8 +206,8 @@ class PipelineJob:
         """The loss of a microbatch.
 
         Raises:
-            SimulationError: the user's function raised an exception.
-            ValueError: it returns no tensor of one element that requires grad.
+            SimulationError: The user's function raised an exception.
+            ValueError: It returns no tensor of one element that requires grad.
         """
         with as_simulation_error("the loss"):
             found = self.loss(output, target)
@@ -285,8 +285,8 @@ class PipelineJob:
         """The fake tensors of "batch" or "target", of one microbatch.
 
         Raises:
-            SimulationError: the user's function raised an exception.
-            TypeError: there are other values than tensors.
+            SimulationError: The user's function raised an exception.
+            TypeError: There are other values than tensors.
         """
         given = getattr(self, name)
         with as_simulation_error(f"making the {name}"):
@@ -325,10 +325,10 @@ class PipelineJob:
         """A rank of the pipeline, with its sharded stages.
 
         Args:
-            rank: its number.
-            arguments: see :meth:`infer_arguments`.
+            rank: Its number.
+            arguments: See :meth:`infer_arguments`.
             clock: The clock of the rank, at which messages of other ranks arrive at once.
-            keep: see :func:`messages_recorded`.
+            keep: See :func:`messages_recorded`.
         """
         indices = self.stages_of[rank]
         with self.process(clock, rank) as process, ExitStack() as stack:
@@ -410,18 +410,18 @@ class PipelineRank:
     """A rank of a simulated pipeline.
 
     Attributes:
-        job: the job.
+        job: The job.
         number: The number of the rank.
         clock: The clock of the rank.
         process: The process of the rank.
         modules: The modules of its stages, by name.
         engines: The engines of these modules.
         optimizer: The optimizer of all of them.
-        stages: the same modules, for a schedule.
+        stages: The same modules, for a schedule.
         inputs: The inputs of a step, if the rank has the first stage.
         targets: The targets of a step, if it has the last stage.
-        context: its context-parallel ranks; None: sequences are not sharded.
-        sequences: inputs and targets, or if it has none a tensor of their length.
+        context: Its context-parallel ranks; None: sequences are not sharded.
+        sequences: Inputs and targets, or if it has none a tensor of their length.
     """
 
     job: PipelineJob
@@ -473,7 +473,7 @@ def empty_stages(stages_of: Sequence[Sequence[int]], mesh: DeviceMesh) -> list[s
     """Returns the stages of the first rank of a pipeline, with modules that do nothing.
 
     Args:
-        stages_of: indices of the stages of each rank.
+        stages_of: Indices of the stages of each rank.
         mesh: The mesh of the simulated ranks.
     """
     group, count = mesh._get_root_mesh().get_group("pp"), sum(map(len, stages_of))
@@ -497,7 +497,7 @@ def make_schedule(
         stages: The stages of the rank.
 
     Raises:
-        ValueError: it does not take the number of microbatches or of stages.
+        ValueError: It does not take the number of microbatches or of stages.
     """
     is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
     try:
@@ -553,8 +553,8 @@ class SimulatedStage(PipelineStage):
 
     Attributes:
         clock: The clock of the rank.
-        begins: called with each forward and backward when it begins.
-        received_bytes: see :class:`fsdp_engine.pipelining.PipelineStage`.
+        begins: Called with each forward and backward when it begins.
+        received_bytes: See :class:`fsdp_engine.pipelining.PipelineStage`.
     """
 
     clock: RecordingClock
@@ -565,7 +565,7 @@ class SimulatedStage(PipelineStage):
         """See torch's stage.
 
         Raises:
-            SimulationError: the forward raised an exception.
+            SimulationError: The forward raised an exception.
         """
         self.begin(FORWARD, "forward", fwd_chunk_id)
         try:
@@ -662,8 +662,8 @@ def messages_recorded(
 
     Args:
         clock: The clock of the rank.
-        rank: its number.
-        keep: called with each sent tensor, which messages do not keep then. None: they keep it.
+        rank: Its number.
+        keep: Called with each sent tensor, which messages do not keep then. None: they keep it.
     """
 
     def post(operations: Sequence[Any], desc: str | None = None) -> list[_Work]:

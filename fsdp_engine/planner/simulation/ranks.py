@@ -28,7 +28,7 @@ class SimulatedBackend(Backend):
     """The backend of a simulation.
 
     Args:
-        on_host, clock, moved: see :func:`simulated_ranks`.
+        on_host, clock, moved: See :func:`simulated_ranks`.
     """
 
     has_values = False
@@ -82,14 +82,14 @@ def simulated_ranks(
 
     Args:
         sizes: The sizes of each data-parallel axis.
-        on_host: messages go as they do over gloo, between CPUs, and not as between devices.
-        clock: makes the lanes of engines. None: they have those of CPUs.
-        moved: called with memory that is booked on the host or on a disk.
-        context_parallel, tensor_parallel, pipeline: see :func:`data_mesh_beside`.
-        pipeline_rank: this process' coordinate on "pp"; its others are 0.
+        on_host: Messages go as they do over gloo, between CPUs, and not as between devices.
+        clock: Makes the lanes of engines. None: they have those of CPUs.
+        moved: Called with memory that is booked on the host or on a disk.
+        context_parallel, tensor_parallel, pipeline: See :func:`data_mesh_beside`.
+        pipeline_rank: This process' coordinate on "pp"; its others are 0.
 
     Raises:
-        RuntimeError: torch.distributed is initialised already.
+        RuntimeError: Torch.distributed is initialised already.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -124,11 +124,11 @@ def data_mesh_beside(
     Args:
         device_type: The device type of the mesh.
         sizes: The sizes of these axes, (inner,) or (outer, inner).
-        context_parallel: consecutive ranks of the inner axis that share sequences: the dimension
+        context_parallel: Consecutive ranks of the inner axis that share sequences: the dimension
             "cp" of the root mesh, if it is more than 1.
-        tensor_parallel: consecutive ranks at each place of these axes: the innermost dimension,
+        tensor_parallel: Consecutive ranks at each place of these axes: the innermost dimension,
             "tp", of the root mesh, if it is more than 1.
-        pipeline: such meshes side by side: the outermost dimension, "pp", of the root mesh, if it
+        pipeline: Such meshes side by side: the outermost dimension, "pp", of the root mesh, if it
             is more than 1.
     """
     names = ["outer", "inner"][-len(sizes) :]

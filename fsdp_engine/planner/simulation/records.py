@@ -18,8 +18,8 @@ def combined(function: Callable[..., float], *records: T) -> T:
     """Returns a record whose numbers are those of ``records``, combined by ``function``.
 
     Args:
-        function: takes as many numbers as there are records.
-        records: numbers, or dicts or dataclasses of one class that consist of records. A name that
+        function: Takes as many numbers as there are records.
+        records: Numbers, or dicts or dataclasses of one class that consist of records. A name that
             a dict lacks has 0.
     """
     every: tuple[Any, ...] = records

@@ -85,7 +85,7 @@ def build_fake_model(build: Callable[[], nn.Module]) -> nn.Module:
     Raises:
         SimulationError: ``build`` raised an exception.
         TypeError: ``build`` does not return a module.
-        ValueError: no parameter of the model requires grad.
+        ValueError: No parameter of the model requires grad.
     """
     model = build_module(build)
     if not any(param.requires_grad for param in model.parameters()):
@@ -176,7 +176,7 @@ class _OnlyMeta(TorchDispatchMode):
     that read values.
 
     Attributes:
-        has_refused: it has refused one, whose exception ``build`` may have caught.
+        has_refused: It has refused one, whose exception ``build`` may have caught.
         storages: The storages of results by their address, until they are freed.
     """
 
@@ -323,28 +323,28 @@ class Simulation:
     """The last simulated training step. Times are in seconds since its start, memory in bytes.
 
     Attributes:
-        title: strategy and ranks.
-        machine: the simulated machine.
-        seconds: from the end of the previous step to the end of this one.
-        spans: operations of each lane.
-        exposed: waits of compute for communication, and for copies of offloaded state and
+        title: Strategy and ranks.
+        machine: The simulated machine.
+        seconds: From the end of the previous step to the end of this one.
+        spans: Operations of each lane.
+        exposed: Waits of compute for communication, and for copies of offloaded state and
             activations.
-        memory: by kind, at the peak.
-        sent_bytes: bytes that a rank sends, by axis ("inner", "outer",
+        memory: By kind, at the peak.
+        sent_bytes: Bytes that a rank sends, by axis ("inner", "outer",
             "context", "tensor").
-        budget: elements in the engine's prefetch window.
-        staging_budget: the engine's limit on gradients in flight.
-        elsewhere: bytes of offloaded state and activations by place ("host", "disk"), beside
+        budget: Elements in the engine's prefetch window.
+        staging_budget: The engine's limit on gradients in flight.
+        elsewhere: Bytes of offloaded state and activations by place ("host", "disk"), beside
             ``memory``.
-        copied_bytes: bytes of them that a rank copies, by lane.
-        memory_series: memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
+        copied_bytes: Bytes of them that a rank copies, by lane.
+        memory_series: Memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
             time is that at which compute runs the operations that are issued then.
-        memory_by_place: the largest memory by kind, in the order of ``KINDS``, at each place: a
+        memory_by_place: The largest memory by kind, in the order of ``KINDS``, at each place: a
             phase, and the name of the last module that ran.
         model_flops: floating-point operations of the model on one rank, without recomputation.
-        seconds_at_peak: the time that they take at the machine's peak.
+        seconds_at_peak: The time that they take at the machine's peak.
         checkpoint_bytes: The bytes of parameters and optimizer state in full.
-        further: what each further microbatch would add to a step of three or more; None: the step
+        further: What each further microbatch would add to a step of three or more; None: the step
             has fewer. See [Note: Steps of many microbatches] in ``planner/batch_search.py``.
     """
 
@@ -530,25 +530,25 @@ def simulate(
     Runs in one process, without process groups, allocation or communication.
 
     Args:
-        build: returns the model, on any device.
-        world_size: all ranks. Parameters may be DTensors, over a mesh that ``build`` creates by
+        build: Returns the model, on any device.
+        world_size: All ranks. Parameters may be DTensors, over a mesh that ``build`` creates by
             ``init_device_mesh``; its other dimensions are the data-parallel ones.
-        batch: the model's inputs on one rank, or on one group of context-parallel ranks: a tuple of
+        batch: The model's inputs on one rank, or on one group of context-parallel ranks: a tuple of
             arguments, a dict of keyword arguments, a single argument, or a function that returns
             one of these. Only the shapes and dtypes of tensors are used.
-        loss: returns the loss for the model's output. None: the output, or its attribute ``loss``,
+        loss: Returns the loss for the model's output. None: the output, or its attribute ``loss``,
             summed if it has several elements.
-        options: the other options. None: they are keyword arguments. An
+        options: The other options. None: they are keyword arguments. An
             ``fe.Options`` is one of these, the argument of ``fe.shard``.
-        **given: fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
+        **given: Fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
             ``optimizer``, ``microbatches``, ...; and options of
             :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``, ``units``,
             ``mp_policy``, ``options``, ``extensions``, ...
 
     Raises:
-        SimulationError: the model, the loss or the optimizer cannot run with fake tensors (for
+        SimulationError: The model, the loss or the optimizer cannot run with fake tensors (for
             example, they read values), or raised an exception; names the line.
-        RuntimeError: torch.distributed is initialized in this process.
+        RuntimeError: Torch.distributed is initialized in this process.
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
         ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
@@ -630,11 +630,11 @@ def sharded(
 
     Args:
         process: The process of the rank.
-        stack: contexts in which they run.
-        model: contains the modules.
-        modules: to shard.
-        mesh: the data-parallel axes.
-        step: options of the step.
+        stack: Contexts in which they run.
+        model: Contains the modules.
+        modules: To shard.
+        mesh: The data-parallel axes.
+        step: Options of the step.
 
     Returns:
         The engines and the optimizer.
@@ -694,7 +694,7 @@ def simulation_of(
         clock, memory: The clock and memory of the rank, with the record of the step.
         engines: The engines of the rank's models; their prefetch windows are added up.
         start, seconds: The start and seconds of the step.
-        checkpoint_bytes: see :class:`Simulation`.
+        checkpoint_bytes: See :class:`Simulation`.
     """
     spans, exposed = since(start, clock)
     series = [(time - start, sizes) for time, sizes in memory.series]
@@ -756,8 +756,8 @@ def parallelize_model(
     """Apply tensor parallelism, by the user's function or by the model's own plan.
 
     Raises:
-        SimulationError: the function raised an exception.
-        ValueError: no parameter became a DTensor; see also :func:`apply_tp_plan`.
+        SimulationError: The function raised an exception.
+        ValueError: No parameter became a DTensor; see also :func:`apply_tp_plan`.
     """
     if parallelize is None:
         apply_tp_plan(model, tp_mesh)
@@ -784,8 +784,8 @@ def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
     """Call ``shard_optimizer``, whose trial steps for offloaded state may read values.
 
     Raises:
-        SimulationError: they do.
-        ValueError: see :func:`~fsdp_engine.optim.shard_optimizer`.
+        SimulationError: They do.
+        ValueError: See :func:`~fsdp_engine.optim.shard_optimizer`.
     """
     try:
         shard_optimizer(optimizer)
@@ -802,8 +802,8 @@ class _Step:
     Args:
         process: The process of the rank.
         engine: The engine of the sharded model.
-        optimizer, inputs, loss: see :func:`simulate`.
-        context: the context-parallel ranks, if sequences are sharded.
+        optimizer, inputs, loss: See :func:`simulate`.
+        context: The context-parallel ranks, if sequences are sharded.
     """
 
     def __init__(
@@ -847,8 +847,8 @@ class _Step:
         """The loss of the model's ``output``.
 
         Raises:
-            ValueError: there is no loss, or it does not require grad.
-            SimulationError: the user's function raised an exception.
+            ValueError: There is no loss, or it does not require grad.
+            SimulationError: The user's function raised an exception.
         """
         if self._loss is None:
             found = _loss_of_output(output)

@@ -26,9 +26,9 @@ class SimulatedProcess:
 
     Attributes:
         clock: The clock of the rank.
-        device_mesh: the data-parallel axes.
-        fake: the mode of all tensors.
-        operations: advance the clock.
+        device_mesh: The data-parallel axes.
+        fake: The mode of all tensors.
+        operations: Advance the clock.
         memory: The memory of the rank.
         names: The names of the modules whose operations run.
     """
@@ -51,7 +51,7 @@ class SimulatedProcess:
         """Run the optimizer's step, and clear gradients.
 
         Raises:
-            SimulationError: the step raised an exception.
+            SimulationError: The step raised an exception.
         """
         self.clock.phase = "step"
         before = self.memory.known()
@@ -77,12 +77,12 @@ def simulated_process(
     Args:
         clock: The clock of the rank.
         sizes: The sizes of the data-parallel axes.
-        known: a cache of operations.
+        known: A cache of operations.
         context_parallel, tensor_parallel, pipeline, pipeline_rank: see
             :func:`~.simulation.ranks.simulated_ranks`.
 
     Raises:
-        RuntimeError: torch.distributed is initialized in this process.
+        RuntimeError: Torch.distributed is initialized in this process.
     """
     memory, names = MemoryTracker(), ModuleNames()
     clock.memory_changed, clock.module = memory.sample, names.current

@@ -42,8 +42,8 @@ def check_positive(name: str, value: object, unit: str) -> None:
     """Check a number of the user's.
 
     Raises:
-        TypeError: it is no number.
-        ValueError: it is not positive, or infinite.
+        TypeError: It is no number.
+        ValueError: It is not positive, or infinite.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: expected {unit}; found {value!r}")
@@ -74,7 +74,7 @@ def check_sizes(name: str, sizes: tuple[Any, ...], expected: str) -> None:
     """Check the types of the sizes of mesh axes.
 
     Raises:
-        TypeError: a size is not an integer.
+        TypeError: A size is not an integer.
     """
     if not all(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
         raise TypeError(f"{name}: expected {expected}; found {sizes}")
@@ -92,9 +92,9 @@ def read_json(path: str | Path, expected: str) -> dict[str, Any]:
     """Read the JSON object in a file.
 
     Raises:
-        OSError: there is no such file.
+        OSError: There is no such file.
         TypeError: ``path`` is not a path.
-        ValueError: the file does not contain a JSON object.
+        ValueError: The file does not contain a JSON object.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path: expected the path of {expected}; found {path!r}")
@@ -122,12 +122,12 @@ class SimulationError(RuntimeError):
     """A model, its loss or its optimizer cannot run in a simulation, or raised an exception.
 
     Attributes:
-        file, line: the innermost line of the user's code, outside of torch, this package and
+        file, line: The innermost line of the user's code, outside of torch, this package and
             Python. None: there is none, for example in the backward of torch's own functions.
-        code: that line's text.
-        reason: why the simulation failed.
+        code: That line's text.
+        reason: Why the simulation failed.
         phase: "building the model", "forward", ...
-        needs_values: the code depends on the values of tensors, and cannot run with shapes only.
+        needs_values: The code depends on the values of tensors, and cannot run with shapes only.
             False: it would also fail in training, or uses an operation without an implementation
             for shapes.
     """

@@ -82,10 +82,10 @@ class Cost:
     """The cost of an action of a stage, or of the optimizer's step.
 
     Attributes:
-        part: its time, bytes and flops, where the host issues work in no time.
-        host_seconds: that the host needs to issue it.
-        peak: its memory at the peak, less that at its start.
-        change: its memory at the end, less that at its start.
+        part: Its time, bytes and flops, where the host issues work in no time.
+        host_seconds: That the host needs to issue it.
+        peak: Its memory at the peak, less that at its start.
+        change: Its memory at the end, less that at its start.
     """
 
     part: StepPart
@@ -100,13 +100,13 @@ class StageCosts:
 
     Attributes:
         of_case: The costs of its actions.
-        sent: change of memory, by the kind of an action, when the tensors that it has sent are no
+        sent: Change of memory, by the kind of an action, when the tensors that it has sent are no
             longer kept.
         step: The step of the optimizer.
-        held: memory at the start of a step of no microbatches.
-        per_microbatch: bytes of inputs and targets, which a schedule holds for the whole step.
-        num_targets: elements of the targets of a microbatch.
-        alone: the record of the stage's step.
+        held: Memory at the start of a step of no microbatches.
+        per_microbatch: Bytes of inputs and targets, which a schedule holds for the whole step.
+        num_targets: Elements of the targets of a microbatch.
+        alone: The record of the stage's step.
     """
 
     of_case: Mapping[Case, Cost]
@@ -122,7 +122,7 @@ class _Cases:
     """The cases of a stage's actions in the order of a step.
 
     Args:
-        stage: its index. torch's first stage computes nothing in a backward of inputs.
+        stage: Its index. torch's first stage computes nothing in a backward of inputs.
     """
 
     def __init__(self, stage: int) -> None:
@@ -135,7 +135,7 @@ class _Cases:
 
         Args:
             kind: The kind of the action.
-            is_last: it is the step's last one that computes gradients of weights.
+            is_last: It is the step's last one that computes gradients of weights.
         """
         before = self._before
         if self._stage > 0 or kind != BACKWARD_OF_INPUTS:
@@ -151,8 +151,8 @@ class _InOrder(schedules._PipelineScheduleRuntime):
 
     Args:
         stage: The stage of this rank.
-        order: one of ``_ORDERS``.
-        loss_fn: the loss.
+        order: One of ``_ORDERS``.
+        loss_fn: The loss.
     """
 
     def __init__(self, stage: Any, order: str, loss_fn: Callable[..., Tensor]) -> None:
@@ -170,10 +170,10 @@ def stage_costs(
     """Simulate a stage alone.
 
     Args:
-        job: the job.
+        job: The job.
         index: The index of the stage.
-        arguments: see :meth:`PipelineJob.infer_arguments`.
-        kinds: see :meth:`PipelineJob.action_kinds`.
+        arguments: See :meth:`PipelineJob.infer_arguments`.
+        kinds: See :meth:`PipelineJob.action_kinds`.
     """
     orders = _ORDERS["".join(LETTERS[kind] for kind in kinds)]
     count = orders[0].count("F")
@@ -233,7 +233,7 @@ class _Kept:
     """Sent tensors, by the kind of the action that has computed them.
 
     Args:
-        newest_alone: tensors of an action are kept until the next one of its kind sends.
+        newest_alone: Tensors of an action are kept until the next one of its kind sends.
     """
 
     def __init__(self, *, newest_alone: bool) -> None:
@@ -269,11 +269,11 @@ class _Meter:
     Memory is that without received tensors, of which other schedules have more or fewer at a time.
 
     Args:
-        rank: the rank.
-        kept: its sent tensors.
+        rank: The rank.
+        kept: Its sent tensors.
 
     Attributes:
-        actions: the first parts.
+        actions: The first parts.
     """
 
     def __init__(self, rank: PipelineRank, kept: _Kept) -> None:
@@ -349,7 +349,7 @@ class _CostedStage(SimulatedStage):
         costs: The costs of the stage.
         outputs: The outputs of each forward.
         gradients: The gradients of the inputs of each backward.
-        rank: adds up the costs.
+        rank: Adds up the costs.
     """
 
     costs: StageCosts
@@ -414,7 +414,7 @@ class _CostedRank:
 
     Args:
         clock: The clock of the rank.
-        held: memory at the start of a step.
+        held: Memory at the start of a step.
 
     Attributes:
         actions: The actions of the step.
@@ -441,7 +441,7 @@ class _CostedRank:
 
         Args:
             costs: The costs of its stage.
-            is_last: see :meth:`_Cases.of`.
+            is_last: See :meth:`_Cases.of`.
         """
         action = self.actions[-1]
         cases = self._cases.setdefault(action.stage, _Cases(action.stage))
@@ -492,7 +492,7 @@ class _CostedRank:
         """The record of the step; see :func:`~.simulate.simulation_of`.
 
         Args:
-            alone: the stages' own.
+            alone: The stages' own.
             title, start, seconds: The title, start and seconds of the step.
             replay: The replay of the rank's tape.
         """
@@ -527,9 +527,9 @@ def costed_rank(
     """Run the steps of a rank with the costs of its stages.
 
     Args:
-        job: the job.
+        job: The job.
         rank: The rank of the pipeline.
-        arguments: see :meth:`PipelineJob.infer_arguments`.
+        arguments: See :meth:`PipelineJob.infer_arguments`.
         costs: The costs of all stages.
     """
     clock, indices = RecordingClock(job.step.machine, job.world_size), job.stages_of[rank]

@@ -19,12 +19,12 @@ class Message:
 
     Attributes:
         rank: The rank of the pipeline, whose side it is.
-        peer: the rank at the other side.
-        is_send: whether ``rank`` sends it.
-        label: microbatch and stage; both sides have the same.
+        peer: The rank at the other side.
+        is_send: Whether ``rank`` sends it.
+        label: Microbatch and stage; both sides have the same.
         num_bytes: The number of bytes of the message.
-        posted: when compute reached it.
-        interval: start and end of the transfer, once both sides are posted.
+        posted: When compute reached it.
+        interval: Start and end of the transfer, once both sides are posted.
     """
 
     rank: int
@@ -64,7 +64,7 @@ def check_messages(messages: Sequence[Message]) -> None:
         messages: The messages of all ranks, those of one rank in its own order.
 
     Raises:
-        ValueError: it does not.
+        ValueError: It does not.
     """
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
@@ -88,7 +88,7 @@ class StageMessages:
     one from this rank to that one has ended.
 
     Args:
-        link: returns the link between two ranks of the pipeline.
+        link: Returns the link between two ranks of the pipeline.
     """
 
     def __init__(self, link: Callable[[int, int], Link]) -> None:

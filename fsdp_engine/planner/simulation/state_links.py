@@ -39,9 +39,9 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
     """Measure copies between a device and pinned host memory.
 
     Args:
-        device: an accelerator.
-        seconds: measurement time.
-        agree: combines the ranks' values by the maximum.
+        device: An accelerator.
+        seconds: Measurement time.
+        agree: Combines the ranks' values by the maximum.
     """
     hardware = Hardware(device)
     actions = hardware.host_copies(_LARGE_ON_DEVICE, _SMALL)
@@ -55,8 +55,8 @@ def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: A
     Args:
         num_ranks: The number of ranks of the node.
         num_cores: The number of cores of the node, of which each rank uses its share.
-        seconds: measurement time.
-        agree: combines the ranks' values by the maximum.
+        seconds: Measurement time.
+        agree: Combines the ranks' values by the maximum.
     """
     memory = allocator.zeros(_LARGE_ON_HOST // 4, torch.float32, "cpu")
     action = partial(memory.mul_, 1.0)
@@ -74,11 +74,11 @@ def measure_disk(folder: Path, seconds: float, agree: Agree) -> TwoWayLink:
 
     Args:
         folder: The folder of a local disk.
-        seconds: measurement time.
-        agree: combines the ranks' values by the maximum.
+        seconds: Measurement time.
+        agree: Combines the ranks' values by the maximum.
 
     Raises:
-        OSError: the folder cannot be written, or has too little space.
+        OSError: The folder cannot be written, or has too little space.
     """
     num_bytes = _LARGE_ON_DISK
     disk = offload_module("disk_memory")

@@ -34,25 +34,25 @@ class StepOptions(GivenOptions):
     """Options of :func:`~fsdp_engine.simulate` and :func:`~fsdp_engine.simulate_pipeline`.
 
     Attributes:
-        mesh: ranks that parameters are sharded over on each axis, (inner,) or (outer, inner): the
+        mesh: Ranks that parameters are sharded over on each axis, (inner,) or (outer, inner): the
             data-parallel ranks (of a stage), context-parallel ones included. None: one axis.
-        context_parallel: consecutive ranks of the inner axis that share each sequence, by torch's
+        context_parallel: Consecutive ranks of the inner axis that share each sequence, by torch's
             ``context_parallel`` around forward and backward, or around the step of the schedule. It
             shards all tensors of the batch whose dimension 1 is the sequence.
-        tensor_parallel: ranks of the tensor-parallel axis, which are consecutive. The others are
+        tensor_parallel: Ranks of the tensor-parallel axis, which are consecutive. The others are
             data-parallel.
-        parallelize: applies tensor parallelism to the model or stage in place,
+        parallelize: Applies tensor parallelism to the model or stage in place,
             ``parallelize(model, tp_mesh)``. None: :func:`~fsdp_engine.apply_tp_plan`.
-        machine: the simulated machine.
-        optimizer: returns the optimizer for the sharded parameters of a rank. None: AdamW.
-        microbatches: forwards and backwards per step, all but the last under ``no_sync``.
-        known: a cache of operations, which this simulation extends. Sharing one saves time if there
+        machine: The simulated machine.
+        optimizer: Returns the optimizer for the sharded parameters of a rank. None: AdamW.
+        microbatches: Forwards and backwards per step, all but the last under ``no_sync``.
+        known: A cache of operations, which this simulation extends. Sharing one saves time if there
             are many simulations. None: a new one.
-        compile: call ``compile()`` of each block first, as ``torch.compile`` is used with
+        compile: Call ``compile()`` of each block first, as ``torch.compile`` is used with
             ``shard``. Blocks that are compiled when the model is built are compiled in any case.
 
     Raises:
-        TypeError, ValueError: an option is invalid.
+        TypeError, ValueError: An option is invalid.
     """
 
     mesh: Sequence[int] | None = None
@@ -80,7 +80,7 @@ class StepOptions(GivenOptions):
         """Returns the sizes of the data-parallel axes.
 
         Args:
-            num_ranks: ranks of the model, or of a stage.
+            num_ranks: Ranks of the model, or of a stage.
 
         Raises:
             TypeError, ValueError: ``tensor_parallel`` does not divide them, ``mesh`` does not have
@@ -105,7 +105,7 @@ class StepOptions(GivenOptions):
 
         Raises:
             TypeError: ``extensions`` has other objects.
-            ValueError: an extension checks the values of gradients, or the machine's link to
+            ValueError: An extension checks the values of gradients, or the machine's link to
                 offloaded tensors is unknown.
         """
         machine = self.machine

@@ -42,10 +42,10 @@ class Entry:
     """A call on a tape.
 
     Attributes:
-        phase: see :attr:`Clock.phase`.
-        module: whose operation runs.
-        call: makes it again. None: a wait for ``message``.
-        message: number of the message to wait for.
+        phase: See :attr:`Clock.phase`.
+        module: Whose operation runs.
+        call: Makes it again. None: a wait for ``message``.
+        message: Number of the message to wait for.
     """
 
     phase: str
@@ -59,8 +59,8 @@ class Part:
     """The calls of an operation between two of its communications.
 
     Attributes:
-        entries: the calls.
-        is_last: whether the operation ended with them.
+        entries: The calls.
+        is_last: Whether the operation ended with them.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -71,9 +71,9 @@ class RecordingClock(Clock):
     """A clock that records its calls; see [Note: Tapes].
 
     Attributes:
-        entries: the record, from the clock's construction on.
-        messages: that the rank has posted.
-        num_samples: times of memory's record that :meth:`sample_number` has numbered.
+        entries: The record, from the clock's construction on.
+        messages: That the rank has posted.
+        num_samples: Times of memory's record that :meth:`sample_number` has numbered.
     """
 
     def __init__(self, machine: Machine, num_ranks: int = 1) -> None:
@@ -281,18 +281,18 @@ class Replay:
     """Makes the calls on a tape on a new clock.
 
     Args:
-        tape: the tape.
+        tape: The tape.
         num_ranks: The number of ranks of the job.
-        posted: called with each message that compute posts, and the time.
+        posted: Called with each message that compute posts, and the time.
         machine: None: that of the tape.
 
     Attributes:
-        clock: the new clock.
-        marks: see :meth:`RecordingClock.mark`.
-        tickets: by number.
-        finishes: times at which the clock was finished.
-        samples: times by number; see :meth:`RecordingClock.sample_number`.
-        waits_for: the message that compute waits for; None: the tape is at its end.
+        clock: The new clock.
+        marks: See :meth:`RecordingClock.mark`.
+        tickets: By number.
+        finishes: Times at which the clock was finished.
+        samples: Times by number; see :meth:`RecordingClock.sample_number`.
+        waits_for: The message that compute waits for; None: the tape is at its end.
     """
 
     def __init__(

@@ -33,9 +33,9 @@ class TimeAccuracy:
     """Measured over planned step times.
 
     Attributes:
-        steps: the compared steps as text.
-        where: their machine as text.
-        factors: measured over planned, in ascending order. Empty: nothing was compared.
+        steps: The compared steps as text.
+        where: Their machine as text.
+        factors: Measured over planned, in ascending order. Empty: nothing was compared.
     """
 
     steps: str

@@ -18,10 +18,10 @@ def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> None:
 
     Args:
         model: The model of transformers, on any device.
-        mesh: the tensor-parallel ranks, one axis.
+        mesh: The tensor-parallel ranks, one axis.
 
     Raises:
-        ValueError: the model has no plan, or its heads are not divisible by the ranks.
+        ValueError: The model has no plan, or its heads are not divisible by the ranks.
     """
     check_tp_plan(model, mesh.size())
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -35,7 +35,7 @@ def check_tp_plan(model: nn.Module, size: int) -> None:
     """Check that a model has a tensor-parallel plan for ``size`` ranks.
 
     Raises:
-        ValueError: it has none, or its heads are not divisible.
+        ValueError: It has none, or its heads are not divisible.
     """
     if not _plan_of(model):
         raise ValueError(
