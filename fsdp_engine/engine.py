@@ -152,6 +152,10 @@ class Engine:
         """Returns the names of all attributes, including those that extensions provide."""
         return [*super().__dir__(), *names_of("methods")]
 
+    def __repr__(self) -> str:
+        ranks = f"{self.mesh.outer.size} x {self.mesh.inner.size} ranks"
+        return f"<Engine: {self.strategy} on {ranks}, {len(self.units)} units>"
+
     def extension(self, kind: Callable[[Engine], T]) -> T:
         """Returns the object that an extension stores in this engine. The first call creates it by
         ``kind(engine)``; later calls with the same ``kind`` return the same object."""

@@ -33,6 +33,11 @@ _COMPLETE = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _SAVING, _REMOVING, _LOADING, _LOCK = ".saving-", ".removing-", ".loading-", ".lock"
 
 
+def _this_process() -> str:
+    """The text of the lock's owner."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
 class CheckpointDirectory:
     """A directory of checkpoints; see the module docstring.
 
@@ -183,12 +188,14 @@ class CheckpointDirectory:
         except BlockingIOError as error:
             owner = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
+            if owner == _this_process():
+                owner = "another checkpointer of this process, which has to be closed first,"
             raise RuntimeError(
                 f"directory: expected no other job to save into {self.path}; found that "
                 f"{owner or 'another process'} does"
             ) from error
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(lock, f"{_this_process()}\n".encode(), 0)
         self._lock = lock
 
     def _is_current(self, lock: int) -> bool:

@@ -367,7 +367,7 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
     if what in (state["waits"], state["failed"]):
         return None
     if state["waits"] is not None:
-        return f"rank {rank} waits for {state['waits']}"
+        return f"rank {rank} waits for {state['waits']} at {state['at']}"
     return f"rank {rank} is at {state['at']}{after}"
 
 

@@ -414,6 +414,13 @@ def test_a_rank_that_saves_alone_logs_who_is_missing() -> None:
     checkpointer.close()
 
 
+def test_a_rank_that_waits_for_another_operation_is_named_with_its_line() -> None:
+    state = {"n": 1, "waits": "all-gather of b", "failed": None, "at": "train.py:7 in evaluate"}
+    described = stall_monitor._place_of("all-gather of a", 3, state, 1)
+    assert described == "rank 3 waits for all-gather of b at train.py:7 in evaluate"
+    assert stall_monitor._place_of("all-gather of b", 3, state, 1) is None
+
+
 class CountingStore:
     def __init__(self, store: Any) -> None:
         self.num_questions = 0

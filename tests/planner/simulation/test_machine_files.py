@@ -49,7 +49,7 @@ INFINITE = ("bandwidth", "memory_bandwidth", "host_memory_bandwidth", "into", "o
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """The file of a preset, which has every field."""
-    fe.H100.save(tmp_path / "machine.json")
+    fe.H100.save(str(tmp_path / "machine.json"))
     return tmp_path / "machine.json"
 
 
