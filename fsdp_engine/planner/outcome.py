@@ -1,4 +1,4 @@
-"""Outcomes of candidates: memory by kind, time, bytes sent."""
+"""Results of candidates: memory by kind, times and bytes sent."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from fsdp_engine.planner.state_places import make_offload
 
-if TYPE_CHECKING:  # it loads torch's compiler
+if TYPE_CHECKING:  # this import loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
-# Default memory limit as a fraction of the machine's memory. The driver's context, buffers of NCCL
-# and kernels, and fragmentation of the allocator take the rest (docs/internals/planner.md).
+# Default memory limit as a fraction of the machine's memory. The rest is for the driver's context,
+# buffers of NCCL and kernels, and fragmentation of the allocator (docs/internals/planner.md).
 USABLE = 0.9
 
 
 ACTIVATIONS = KINDS[-1]
 AXES = ("inner", "outer")
-# As these two, of the ranks that share the model's matrices.
+# Name of the axis of the ranks that share the model's matrices.
 TENSOR = "tensor"
-# Of the ranks that share sequences.
+# Name of the axis of the ranks that share sequences.
 CONTEXT = "context"
-# Among exposed times: compute waits for copies of offloaded state, or of activations, or for other
-# stages of a pipeline.
+# Keys of exposed times besides axes: waits for copies of offloaded state, and for other stages of a
+# pipeline. Waits for copies of activations have the key ACTIVATIONS.
 STATE = "state"
 PIPELINE = "pipeline"
-# In which part of a step's time a wait is, if it is for no link.
+# Names, in a breakdown of the step's time, of waits that are not for a link.
 _OTHER_WAITS = {STATE: "state copies", ACTIVATIONS: "activation copies", PIPELINE: "other stages"}
 
 
 def part_waiting_for(lane: str, candidate: Candidate) -> str:
-    """The part of a step's time in which compute waits for a lane: "inner link", "state copies",
-    ..., as in :meth:`Times.parts`."""
+    """Returns the name of the part of a step's time in which compute waits for a lane: "inner
+    link", "state copies", ..., as in :meth:`Times.parts`."""
     what = _waits_for(lane, candidate)
     return _OTHER_WAITS.get(what, f"{what} link")
 
 
 def _exposed_by_axis(candidate: Candidate, by_lane: Mapping[str, float]) -> dict[str, float]:
-    """Waits of compute by the axis, or by whose copies, they are for."""
+    """Returns the seconds that compute waits for each axis and each kind of copy."""
     exposed = dict.fromkeys(AXES[: len(candidate.mesh)], 0.0)
     for lane, seconds in by_lane.items():
         what = _waits_for(lane, candidate)
@@ -56,13 +56,13 @@ def _exposed_by_axis(candidate: Candidate, by_lane: Mapping[str, float]) -> dict
 
 
 def _waits_for(lane: str, candidate: Candidate) -> str:
-    """The axis of a lane, or whose copies are on it."""
+    """Returns the axis of a lane, or the kind of its copies."""
     brings_weights = "main_weights" in candidate.places
     if is_stage_lane(lane):
         return PIPELINE
     if lane == lanes.COPY_IN and brings_weights:
         return STATE
-    return axis_of(lane)  # of copies: "state" or "activations"
+    return axis_of(lane)  # for a lane of copies: "state" or "activations"
 
 
 @dataclass(frozen=True)
@@ -71,23 +71,23 @@ class Setting:
 
     Attributes:
         model: Name of the model's class.
-        num_elements: Parameter elements.
+        num_elements: Number of parameter elements in the model.
         machine: Name of the machine.
-        world_size: All ranks.
-        ranks_per_node: Consecutive ranks that share a node.
+        world_size: Number of ranks of the job.
+        ranks_per_node: Number of consecutive ranks that share a node.
         memory: Memory limit of a rank in bytes.
         item: Unit of batch sizes: "tokens" or "samples".
-        microbatches: Per step.
-        why_unknown: Why activations and times, and therefore whether a candidate fits, are
-            unknown. Empty: they are known.
+        microbatches: Number of microbatches per step.
+        why_unknown: The reason why activations and times, and therefore whether a candidate fits,
+            are unknown. Empty: they are known.
         machine_memory: Memory of a rank's device in bytes; 0: unknown.
-        machine_family: Whose accuracy of times is stated
+        machine_family: The family of machines whose time accuracy is stated
             (:func:`~fsdp_engine.planner.simulation.time_accuracy.accuracy_of`); empty: unknown.
-        global_batch: Tokens or samples of a step on all ranks, if microbatches were searched for
-            it, else 0.
+        global_batch: Tokens or samples of a step on all ranks, if microbatch sizes were searched
+            for this batch; otherwise 0.
         is_quick: Only the candidates of a quick plan were tried.
-        is_compiled: Blocks are compiled (``block.compile()``), which ``fe.shard`` leaves to the
-            caller.
+        is_compiled: Blocks are compiled by ``block.compile()``, which the caller must call, since
+            ``fe.shard`` does not.
         more_degrees: Tensor parallelism was not tried, and the model has a plan for it.
         more_contexts: Context parallelism was not tried, and the machine can run it.
     """
@@ -123,12 +123,12 @@ class Times:
     """Breakdown of one rank's step time in seconds.
 
     Attributes:
-        step: From the end of the previous step to the end of this one.
+        step: Seconds from the end of the previous step to the end of this one.
         compute: Busy time of the compute lane.
-        exposed: Time in which it waited for communication, by axis ("context", "tensor": of
-            context-parallel and tensor-parallel ranks), for copies of offloaded state ("state") and
-            of activations ("activations"), and for other stages ("pipeline").
-        at_peak: The time that the model's flops, without recomputation, take at the machine's peak.
+        exposed: Time in which compute waited, by cause: communication by axis ("inner", "outer",
+            "context" and "tensor" parallel ranks), copies of offloaded state ("state") and of
+            activations ("activations"), and other stages ("pipeline").
+        at_peak: Time that the model's flops, without recomputation, take at the machine's peak.
     """
 
     step: float
@@ -143,8 +143,8 @@ class Times:
 
     @property
     def host(self) -> float:
-        """Time in which compute had no work and did not wait for communication, because the host
-        had not issued the work yet."""
+        """Time in which compute was idle and did not wait for communication, because the host had
+        not issued the work yet."""
         return max(self.step - self.compute - sum(self.exposed.values()), 0.0)
 
     @property
@@ -153,7 +153,7 @@ class Times:
         return sum(self.exposed.values())
 
     def parts(self) -> dict[str, float]:
-        """Seconds of the step: "compute", "inner link", "outer link", "context link",
+        """Seconds of each part of the step: "compute", "inner link", "outer link", "context link",
         "tensor link", "state copies", "activation copies", "other stages", "host"."""
         waits = {
             _OTHER_WAITS.get(what, f"{what} link"): seconds
@@ -172,16 +172,16 @@ class Outcome:
 
     Attributes:
         candidate: The candidate.
-        memory: Bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown. In
-            a pipeline of the rank with the highest peak; times, and numbers of bytes and flops, are
-            means of its ranks.
+        memory: Bytes by kind (``KINDS``) at the peak; without "activations" if they are unknown.
+            For a pipeline this is the memory of the rank with the highest peak; times, bytes sent
+            and flops are means over its ranks.
         sent: Bytes that a rank sends per step, by axis.
         lacking: Bytes by which the known memory exceeds the limit; 0 if it does not.
         items: Tokens or samples per step on all ranks.
-        times: The step time; None if it is unknown.
-        elsewhere: Bytes of offloaded state and activations by place ("host", "disk"), beside
-            ``memory``.
-        model_flops: floating-point operations per step on one rank, without recomputation.
+        times: Breakdown of the step time; None if it is unknown.
+        elsewhere: Bytes of offloaded state and activations by place ("host", "disk"). ``memory``
+            does not include them.
+        model_flops: Floating-point operations per step on one rank, without recomputation.
         checkpoint_bytes: Bytes of all parameters and their optimizer state.
     """
 
@@ -199,14 +199,14 @@ class Outcome:
     def of_simulation(
         cls, candidate: Candidate, found: Simulation, items: int, memory: float, more: int = 0
     ) -> Outcome:
-        """The result of a simulation, without its timeline.
+        """Returns the outcome of a simulation, without the timeline.
 
         Args:
             candidate: The candidate.
             found: The simulation.
             items: Tokens or samples of a step on all ranks.
-            memory: The limit in bytes.
-            more: Microbatches of a step beside those that were simulated, three.
+            memory: The memory limit in bytes.
+            more: Number of microbatches of a step beyond the three that were simulated.
         """
         part = found.part
         if found.further is not None:
@@ -217,7 +217,7 @@ class Outcome:
     def of_pipeline(
         cls, candidate: Candidate, found: PipelineSimulation, items: int, memory: float
     ) -> Outcome:
-        """The result of a simulated pipeline; see :meth:`of_simulation`."""
+        """Returns the outcome of a simulated pipeline; see :meth:`of_simulation`."""
         mean = combined(lambda *ranks: fmean(ranks), *(rank.part for rank in found.ranks))
         part = replace(mean, seconds=found.seconds)
         fullest = max(found.ranks, key=lambda rank: rank.peak_bytes)
@@ -234,7 +234,7 @@ class Outcome:
         memory: float,
         checkpoint_bytes: int,
     ) -> Outcome:
-        """The result of a step, with the memory of the rank that has the highest peak."""
+        """Returns the outcome of a step, with the memory of the rank that has the highest peak."""
         exposed = _exposed_by_axis(candidate, part.exposed_by_lane)
         return cls(
             candidate,
@@ -250,7 +250,7 @@ class Outcome:
 
     @classmethod
     def of_estimate(cls, candidate: Candidate, found: Estimate, memory: float) -> Outcome:
-        """The result of formulas, without activations and time."""
+        """Returns the outcome of formulas, without activations and times."""
         held = {
             "weights": found.weight_bytes,
             "gradients": found.grad_bytes,
@@ -264,7 +264,7 @@ class Outcome:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Outcome:
-        """The inverse of ``dataclasses.asdict``."""
+        """Returns the outcome from the dict that ``dataclasses.asdict`` made of it."""
         values = dict(content)
         candidate = dict(values.pop("candidate"))
         candidate["mesh"] = tuple(candidate["mesh"])
@@ -284,8 +284,8 @@ class Outcome:
         """Check values that were read from a file.
 
         Raises:
-            TypeError: A value has another type.
-            ValueError: There is no such strategy.
+            TypeError: A value has a wrong type.
+            ValueError: The strategy is unknown.
         """
         candidate = self.candidate
         check_checkpointing(candidate.checkpointing)
@@ -303,25 +303,25 @@ class Outcome:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it is within the memory limit. None: unknown, because activations are unknown and
-        the other memory fits."""
+        """Whether the candidate is within the memory limit. None: unknown, because activations are
+        unknown and the other memory fits."""
         if self.lacking:
             return False
         return True if ACTIVATIONS in self.memory else None
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the known memory."""
+        """Peak of the known memory in bytes."""
         return sum(self.memory.values())
 
     @property
     def largest_kind(self) -> str:
-        """The kind with the most bytes at the peak."""
+        """The kind of memory with the most bytes at the peak."""
         return max(self.memory, key=lambda kind: self.memory[kind])
 
     @property
     def rate(self) -> float:
-        """Tokens or samples per second on all ranks. If times are unknown, minus the bytes sent."""
+        """Tokens or samples per second on all ranks. If times are unknown: minus the bytes sent."""
         if self.times is None:
             return -sum(self.sent.values())
         return self.items / self.times.step
@@ -332,8 +332,8 @@ class Trial:
     """A variation of the chosen candidate.
 
     Attributes:
-        change: The difference as text.
-        speedup: Ratio of its rate to the chosen candidate's.
+        change: Text that describes the change.
+        speedup: Ratio of the variation's rate to the chosen candidate's rate.
         lacking: Bytes by which its memory exceeds the limit.
     """
 
@@ -342,15 +342,15 @@ class Trial:
     lacking: float
 
 
-# Rates that differ by less than the fastest over this are considered equal.
+# Rates are rounded to multiples of the fastest rate over this number before they are compared.
 _RATE_STEPS = 1000
-# Rates whose ratio differs by at most this are therefore considered equal wherever they are.
+# Two rates may round to the same multiple only if they differ by less than this fraction.
 TOLERANCE = 2 / _RATE_STEPS
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    """Sort outcomes: first those whose known memory is within the limit, by rate, then by peak
-    memory; then the others by the bytes that exceed the limit."""
+    """Sort outcomes. Candidates whose known memory is within the limit are first, by rate, then by
+    peak memory. The others follow by the bytes that exceed the limit."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
     step = abs(fastest.rate) / _RATE_STEPS or 1.0
@@ -360,6 +360,6 @@ def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
 
 
 def is_faster(outcome: Outcome, other: Outcome) -> bool:
-    """Whether the rate of ``outcome`` is higher by more than the tolerance of
+    """Returns whether the rate of ``outcome`` is higher by more than the tolerance of
     :func:`sorted_outcomes`."""
     return outcome.rate - other.rate > TOLERANCE * abs(other.rate)

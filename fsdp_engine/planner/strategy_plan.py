@@ -1,7 +1,7 @@
 """The result of ``plan``: an outcome for each candidate, the chosen one, and a recommendation.
 
-The recommendation is a text: the choice, the next faster candidate, the bottleneck, and changes
-that would help.
+The recommendation is a text. It names the chosen candidate, a faster one that does not fit, the
+bottleneck, and changes that would help.
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from fsdp_engine.planner.simulation.step_options import Parallelize
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED
 
-if TYPE_CHECKING:  # it loads torch's compiler
+if TYPE_CHECKING:  # this import loads torch's compiler
     from torch.distributed.pipelining import PipelineStage
 
-# Numbers of ranks of `scaling`: one node of eight, and more.
+# Default numbers of ranks of `scaling`, from one node of eight ranks.
 RANKS = tuple(2**power for power in range(3, 13))
 
-# Waits below this fraction of a step are not mentioned.
+# Smaller fractions of a step's time are not mentioned.
 _MIN_SHARE = 0.05
 
 
 def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial]) -> str:
-    """The recommendation, one sentence per line.
+    """Returns the recommendation, one sentence per line.
 
     Args:
         setting: The job.
-        outcomes: Sorted; see :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`.
+        outcomes: The outcomes in the order of ``StrategyPlan.outcomes``.
         trials: Variations of the first outcome.
     """
     lines = []
@@ -100,7 +100,7 @@ _COMPILED = (
 
 
 def _beyond_accuracy(candidate: Candidate) -> list[str]:
-    """What the accuracy of times does not say."""
+    """Returns a sentence on parallelism that the steps behind the stated accuracy did not have."""
     found = ["context parallelism"] * (candidate.context_parallel > 1)
     found += ["pipelines"] * (candidate.pipeline > 1)
     return [f"These steps had no {' or '.join(found)}, for which times are less sure."] * bool(
@@ -109,8 +109,8 @@ def _beyond_accuracy(candidate: Candidate) -> list[str]:
 
 
 def _limit(setting: Setting) -> str:
-    """The memory limit, and the memory that is kept free and why; empty if the machine's memory is
-    unknown."""
+    """Returns the memory limit, and the size and purpose of the memory kept free; empty if the
+    machine's memory is unknown."""
     whole = setting.machine_memory
     if not whole:
         return ""
@@ -156,7 +156,7 @@ def _choice(setting: Setting, chosen: Outcome, times: Times) -> str:
 def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
     faster = [each for each in outcomes if each.lacking and is_faster(each, chosen)]
     if not faster:
-        # Rates within the tolerance are considered equal, though the table may show the difference.
+        # Rates within the tolerance are considered equal, though the table may show a difference.
         is_close = any(each.lacking and each.rate > chosen.rate for each in outcomes)
         margin = f" by more than {TOLERANCE:.1%}" if is_close else ""
         return f"No candidate that does not fit would be faster{margin}."
@@ -206,11 +206,11 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
 
 
 def _link(setting: Setting, num_ranks: int) -> str:
-    """Where so many consecutive ranks are."""
+    """Returns whether this number of consecutive ranks is within a node or between nodes."""
     return "within a node" if num_ranks <= setting.ranks_per_node else "between nodes"
 
 
-# By a schedule, those that wait less, within a sentence.
+# For each schedule, the schedules with shorter waits, as part of a sentence.
 _SHORTER_SCHEDULES = {
     **dict.fromkeys(("GPipe", "1F1B"), "and schedules such as Interleaved1F1B and ZBVZeroBubble "),
     "Interleaved1F1B": "and the schedule ZBVZeroBubble ",
@@ -283,22 +283,22 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
 
 @dataclass(frozen=True)
 class StrategyPlan:
-    """The result of :func:`~fsdp_engine.planner.strategy_search.plan`. ``print`` shows the table
-    and the recommendation.
+    """The result of ``fe.plan``. ``print`` shows the table and the recommendation.
 
     Attributes:
         setting: The planned job.
-        outcomes: Those that fit, the fastest first; then the others, by the bytes that exceed the
-            limit. If activations are unknown, first those whose other memory fits, by the bytes
-            that they send.
+        outcomes: Results of the candidates. The first ones fit, the fastest first; the others
+            follow by the bytes that exceed the limit. If activations are unknown, candidates whose
+            other memory fits are first, by the bytes that they send.
         trials: Variations of the chosen candidate.
         options: Arguments of ``fe.shard`` for all candidates; not saved.
         simulate: Simulates a candidate again, for its timeline. None if the plan was made by
-            formulas, or was loaded.
+            formulas or was loaded.
         replan: Plans the job again with other arguments. None if the plan was loaded.
         machine: The machine. None if the plan was loaded.
-        row_items: Tokens or samples of a row of the batch, with a global batch.
-        parallelize: Applies tensor parallelism to the model; not saved. None: by the model's plan.
+        row_items: Tokens or samples per row of the batch, if the plan has a global batch.
+        parallelize: Applies tensor parallelism to the model; not saved. None: the model's
+            ``tp_plan`` is applied.
         stages: Builds a stage of a pipeline; not saved.
     """
 
@@ -315,19 +315,19 @@ class StrategyPlan:
 
     @property
     def chosen(self) -> Outcome | None:
-        """The fastest outcome that fits. None: no candidate fits, or it is unknown."""
+        """The fastest outcome that fits. None: no candidate fits, or fits are unknown."""
         return self._chosen_of()
 
     @property
     def best(self) -> dict[str, Any]:
-        """Arguments for ``fe.shard(model, **planning.best)`` on all ranks. With context
-        parallelism, which shards parameters over all ranks, too, forward and backward have to run
-        within torch's ``context_parallel``.
+        """Arguments for ``fe.shard(model, **planning.best)`` on all ranks. Context parallelism
+        also shards parameters over all ranks; forward and backward must then run within torch's
+        ``context_parallel``.
 
         Raises:
-            ValueError: No candidate fits, or it is unknown; the message contains the table. Or it
-                has tensor parallelism, which :meth:`shard` applies, or a pipeline
-                (:meth:`shard_stages`).
+            ValueError: No candidate fits, or whether one fits is unknown; the message contains the
+                table. Or the chosen candidate has tensor parallelism (use ``shard``) or a pipeline
+                (use ``shard_stages``).
         """
         if self.chosen is not None and self.chosen.candidate.pipeline > 1:
             raise ValueError(
@@ -342,37 +342,37 @@ class StrategyPlan:
         return self.arguments()
 
     def shard(self, model: nn.Module, **given: Any) -> Engine:
-        """Shard the model as the chosen candidate says, with its tensor parallelism. Collective;
-        the plan must be equal on all ranks. With context or tensor parallelism the root of the
-        engine's mesh has their dimensions, "cp" and "tp"; forward and backward have to run within
+        """Shard the model as in the chosen candidate, including tensor parallelism. Collective; the
+        plan must be equal on all ranks. With context or tensor parallelism, the root of the
+        engine's mesh has the dimensions "cp" and "tp", and forward and backward must run within
         torch's ``context_parallel`` over "cp".
 
         Args:
-            model: The planned one; see :func:`~fsdp_engine.shard`.
-            given: Arguments of :func:`~fsdp_engine.shard` that override ``options``.
+            model: The planned model; see ``fe.shard``.
+            given: Arguments of ``fe.shard`` that override ``options``.
 
         Raises:
-            ValueError: No candidate fits, or it is unknown, or the plan is for another number of
-                ranks, or differs between ranks; on all ranks. See also :func:`~fsdp_engine.shard`
-                and :func:`~fsdp_engine.apply_tp_plan`.
+            ValueError: No candidate fits, or whether one fits is unknown, or the plan is for
+                another number of ranks or differs between ranks; on all ranks. See also
+                ``fe.shard`` and ``fe.apply_tp_plan``.
         """
 
         return shard_as(partial(self._select, given), model, self.parallelize)
 
     def shard_stages(self, stages: Stages | None = None, **given: Any) -> list[PipelineStage]:
-        """Build and shard this rank's stages as the chosen candidate says, for its schedule of
+        """Build and shard this rank's stages as in the chosen candidate, for its schedule of
         ``torch.distributed.pipelining``. Collective; the plan must be equal on all ranks. The root
         of the mesh has the dimension "pp", and "tp" with tensor parallelism.
 
         Args:
             stages: Builds a stage, ``stages(index, num_stages)``, on the device. None: the planned
-                ones.
-            given: Arguments of :func:`~fsdp_engine.shard` that override ``options``.
+                stages.
+            given: Arguments of ``fe.shard`` that override ``options``.
 
         Raises:
-            ValueError: No candidate fits, or it is unknown, or it has no pipeline, or the plan is
-                for another number of ranks, or differs between ranks; on all ranks. Or the plan was
-                loaded, and ``stages`` is None.
+            ValueError: No candidate fits, whether one fits is unknown, the chosen candidate has no
+                pipeline, or the plan is for another number of ranks or differs between ranks; on
+                all ranks. Or the plan was loaded, and ``stages`` is None.
         """
         build = stages or self.stages
         if build is None:
@@ -385,7 +385,7 @@ class StrategyPlan:
         return shard_stages_as(partial(self._select, given), build, self.parallelize)
 
     def _select(self, given: Mapping[str, Any], num_ranks: int) -> tuple[Candidate, dict[str, Any]]:
-        """The chosen candidate for all ranks, and the arguments of ``shard``."""
+        """Returns the candidate that all ranks use, and the arguments of ``shard``."""
         self._check_ranks(num_ranks, self.setting.world_size)
         chosen = self._fitting().candidate
         given = checked_arguments(given, "StrategyPlan.shard()")
@@ -397,17 +397,17 @@ class StrategyPlan:
         world_size: int | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Arguments for ``fe.shard``: strategies, extensions, ``options``, and the
-        sizes of the mesh unless ``mesh`` is given.
+        """Returns arguments for ``fe.shard``: strategies, extensions, ``options``, and the sizes of
+        the mesh unless ``mesh`` is given.
 
         Args:
             mesh: Sizes of the job's axes. None: any.
-            world_size: The job's data-parallel ranks. None: any.
+            world_size: Number of the job's data-parallel ranks. None: any.
             given: Arguments that override ``options``; values of None are ignored.
 
         Raises:
-            ValueError: The plan is for another number of ranks, or no candidate for ``mesh`` fits,
-                or it is unknown; the message contains the table.
+            ValueError: The plan is for another number of ranks, no candidate for ``mesh`` fits, or
+                whether one fits is unknown; the message contains the table.
         """
         if world_size is not None:
             planned = {each.candidate.data_parallel for each in self.outcomes}
@@ -434,8 +434,8 @@ class StrategyPlan:
         return found
 
     def within(self, memory: float) -> StrategyPlan:
-        """Returns the plan for a memory limit of ``memory`` bytes per rank. Does not simulate
-        again; the result has no trials.
+        """Returns the plan for a memory limit of ``memory`` bytes per rank. No candidate is
+        simulated again, and the result has no trials.
 
         Raises:
             TypeError, ValueError: ``memory`` is not a positive number.
@@ -452,8 +452,8 @@ class StrategyPlan:
         )
 
     def full(self) -> StrategyPlan:
-        """Returns the plan with all candidates, after a quick one. Those that were tried are not
-        simulated again.
+        """Returns the plan of all candidates, after a quick plan. Candidates that the quick plan
+        tried are not simulated again.
 
         Raises:
             ValueError: The plan was loaded.
@@ -464,16 +464,16 @@ class StrategyPlan:
         """Returns days, GPU hours, model flops utilization and cost of a training run.
 
         Args:
-            items: Tokens (or samples) of the run.
-            price: Dollars per GPU hour. None: no cost.
+            items: Number of tokens (or samples) in the run.
+            price: Price of a GPU hour in dollars. None: no cost.
 
         Raises:
-            ValueError: No candidate fits, it is unknown, or a number is not positive.
+            ValueError: No candidate fits, whether one fits is unknown, or a number is not positive.
         """
         return TrainingRun.of(self.setting, self._fitting(), items, price)
 
     def compare(self, machines: Sequence[Machine | str]) -> Comparison:
-        """Plan the job for several machines, presets or files of ``calibrate``.
+        """Plan the job for several machines, given as machines, presets or files of ``calibrate``.
 
         Raises:
             ValueError: The plan was loaded, or there is no such machine.
@@ -483,11 +483,11 @@ class StrategyPlan:
         return Comparison("machine", tuple(rows))
 
     def scaling(self, ranks: Iterable[int] = RANKS) -> Comparison:
-        """Plan the job for other numbers of ranks, with the candidates of a quick plan: with the
-        batch of a rank, or, if the plan has a global batch, with that.
+        """Plan the job for other numbers of ranks, with the candidates of a quick plan. The global
+        batch stays the same if the plan has one; otherwise each rank's batch does.
 
         Args:
-            ranks: Numbers of ranks. Those that do not divide the global batch have no row.
+            ranks: Numbers of ranks. Numbers that do not divide the global batch have no row.
 
         Raises:
             ValueError: The plan was loaded, or no number divides the global batch.
@@ -525,8 +525,8 @@ class StrategyPlan:
         """Write the plan as JSON, without ``options``.
 
         Raises:
-            ValueError: A candidate has a policy of checkpointing that is a function or operations,
-                which the file cannot contain.
+            ValueError: The checkpointing policy of a candidate is a function or a list of
+                operations, which the file cannot contain.
         """
         for each in self.outcomes:
             if each.candidate.has_own_policy:
@@ -540,11 +540,11 @@ class StrategyPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> StrategyPlan:
-        """Read a file that :meth:`save` wrote.
+        """Read a file that ``save`` wrote.
 
         Raises:
             OSError: There is no such file.
-            ValueError: The file has other contents.
+            ValueError: The file does not contain a plan.
         """
         content = read_json(path, "a plan as written by `save`")
         try:
@@ -572,7 +572,7 @@ class StrategyPlan:
             )
 
     def _chosen_of(self, mesh: Mesh | None = None, num_ranks: int | None = None) -> Outcome | None:
-        """The fastest that fits, on these data-parallel ranks."""
+        """Returns the fastest outcome that fits, with this mesh and these data-parallel ranks."""
         for each in self.outcomes:
             candidate = each.candidate
             is_there = mesh in (None, candidate.mesh)

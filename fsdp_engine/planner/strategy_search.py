@@ -1,4 +1,4 @@
-"""``plan``: simulates every strategy and selects the fastest that fits."""
+"""``plan``: simulates every strategy and selects the fastest one that fits."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from fsdp_engine.planner.strategy_plan import StrategyPlan
 
 _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the model."
 
-# Tokens of a sequence from which "auto" tries context parallelism.
+# Number of tokens in a sequence from which "auto" tries context parallelism.
 _LONG_SEQUENCE = 2**15
 
-# A quick plan tries no further candidate after so many that fit: for most models level 3 with each
-# kind of activation checkpointing, and the first of HSDP.
+# A quick plan stops once this many candidates fit. For most models these are level 3 with each kind
+# of activation checkpointing, and the first candidate of HSDP.
 QUICK_FITTING = 4
 
 
@@ -53,53 +53,52 @@ def plan(
     options: PlanOptions | Options | None = None,
     **given: Any,
 ) -> StrategyPlan:
-    """Select a strategy: simulate a step of the model under each strategy, with fake tensors in
-    this process. The machine does not have to be available.
+    """Simulate a step of the model under each strategy and select the fastest that fits. Runs in
+    this process with fake tensors; the machine does not have to be available.
 
     Args:
         build: A function that returns the model, or its name as ``module:function``.
-        batch: The inputs of the model on one data-parallel rank, or on one group of
-            context-parallel ranks, or a function that returns them;
-            with ``microbatch_sizes`` or ``global_batch`` a function of the size, with ``sequences``
-            one that also takes ``sequence=``. See :func:`~.simulation.simulate`.
-        options: All other arguments. None: they are keyword arguments. An
-            ``fe.Options`` is one of these, the argument of ``fe.shard``.
-        **given: Fields of :class:`~.plan_options.PlanOptions`, of which ``world_size`` is required;
-            and arguments of ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``options``,
-            ...
+        batch: The inputs of the model on one data-parallel rank (or one group of context-parallel
+            ranks), or a function that returns them. With ``microbatch_sizes`` or ``global_batch``
+            the function takes the size, with ``sequences`` also ``sequence=``. See
+            ``fe.simulate``.
+        options: A ``PlanOptions`` with all other arguments. None: they are keyword arguments. An
+            ``fe.Options`` is instead passed on as the ``options`` argument of ``fe.shard``.
+        **given: Fields of ``PlanOptions``, of which ``world_size`` is required, and arguments of
+            ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``options``, ...
 
     Returns:
-        A :class:`~fsdp_engine.planner.strategy_plan.StrategyPlan`. If the model depends on the
-        values of tensors (``if x.sum() > 0``), it is made by formulas, as with ``formulas``, and
-        contains the line that reads a value.
+        The plan. It is made by formulas, as with ``formulas=True``, if the model depends on the
+        values of tensors (``if x.sum() > 0``); the plan then names the line that reads a value.
 
     Raises:
-        SimulationError: The model, the loss or the optimizer raised an exception; names the line.
-        RuntimeError: Torch.distributed is initialized in this process.
+        SimulationError: The model, the loss or the optimizer raised an exception; the message
+            names the line.
+        RuntimeError: torch.distributed is initialized in this process.
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
-            argument has another type.
-        ValueError: An argument is invalid, also for ``fe.shard``.
+            argument has a wrong type.
+        ValueError: An argument is invalid, including arguments of ``fe.shard``.
     """
     asked, known = PlanOptions.of(options, given), Known()
 
     def replan(*, is_compared: bool = False, **changes: Any) -> StrategyPlan:
-        """The same with other arguments."""
+        """Make the plan again with changed arguments."""
         request = PlanRequest(build, batch, replace(asked, **changes), is_compared)
         return _Planning(request, known).plan(replan)
 
     return replan()
 
 
-# Options of ``shard`` that may select single blocks.
+# Options of ``shard`` that may apply to single blocks, by name.
 _BY_NAME = ("units", "extensions", "expert_mesh")
 
 
 class _Planning:
-    """One plan.
+    """The computation of one plan.
 
     Args:
-        request: Its arguments.
-        known: Results of other plans, which this one extends.
+        request: The arguments of the plan.
+        known: Results of other plans, which this plan reuses and extends.
 
     Raises:
         SimulationError, TypeError, ValueError: See :func:`plan`.
@@ -143,7 +142,7 @@ class _Planning:
             job.use_cache(model)
 
     def _all_candidates(self, model: nn.Module, degrees: Sequence[int]) -> list[Candidate]:
-        """Those that may fit, of a global batch with the first size."""
+        """Returns the candidates that may fit, with the first size if there is a global batch."""
         request, options = self._request, self._options
         every = self._with_long_sequences(request.candidates(degrees, request.pipelines(model)))
         if self._search is not None:
@@ -155,19 +154,19 @@ class _Planning:
             )
         found = self._allowed(self._without_hopeless(every))
         if not found:
-            self._estimate(every[-1])  # raises
+            self._estimate(every[-1])  # raises the error
         return found
 
     def plan(self, replan: Callable[..., StrategyPlan]) -> StrategyPlan:
-        """Try all candidates; by formulas if the model reads values.
+        """Try all candidates; use formulas if the model reads values of tensors.
 
         Args:
-            replan: Makes the plan with other arguments.
+            replan: Makes the plan again with changed arguments.
         """
         if self._options.formulas:
             return self._by_formulas(_FORMULAS_ALONE, replan)
         try:
-            with simulated_compiler():  # blocks are traced once
+            with simulated_compiler():  # so that each block is traced only once
                 return self._by_simulations(replan)
         except SimulationError as error:
             if not error.needs_values or not self._data_parallel:
@@ -210,7 +209,7 @@ class _Planning:
         return StrategyPlan(setting, sorted_outcomes(found), options=options, replan=replan)
 
     def _outcomes(self, tried: Sequence[Candidate]) -> list[Outcome]:
-        """Results of simulations; in a quick plan, up to the last of ``QUICK_FITTING`` that fit."""
+        """Simulate candidates in order. A quick plan stops when ``QUICK_FITTING`` of them fit."""
         options, job = self._options, self._job
         most = QUICK_FITTING if options.quick and not self._request.is_compared else None
         found: list[Outcome] = []
@@ -238,8 +237,8 @@ class _Planning:
         outcomes: list[Outcome],
         outcomes_of: Callable[[Sequence[Candidate]], list[Outcome]],
     ) -> list[Outcome]:
-        """Returns the outcomes; while none fits, also those of the candidates that might fit with
-        an offload."""
+        """Returns the outcomes. While no candidate fits, adds outcomes of the candidates that might
+        fit with an offload."""
         kept = list(outcomes)
         for offload in self._options.more_offloads:
             if any(each.fits is not False for each in outcomes):
@@ -256,14 +255,13 @@ class _Planning:
                 outcomes = outcomes + outcomes_of(might)
         return outcomes
 
-    # Formulas.
-
     @property
     def _data_parallel(self) -> list[Candidate]:
         return [each for each in self._candidates if each.is_data_parallel]
 
     def _estimates(self, tried: Sequence[Candidate]) -> list[Outcome]:
-        """Results of formulas, for the candidates that differ in their formulas."""
+        """Returns results of formulas, one for each group of candidates that formulas cannot tell
+        apart."""
         return [
             Outcome.of_estimate(each, self._estimate(each), self._options.limit)
             for each in dict.fromkeys(map(_in_formulas, tried))
@@ -287,9 +285,9 @@ class _Planning:
         )
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
-        """Those whose weights and optimizer state, by formulas, fit, and in a full plan all
-        without other parallelism; the first if there are none. Tensor and pipeline parallelism
-        divide them by their ranks at most."""
+        """Returns the candidates whose weights and optimizer state fit, by formulas; if there are
+        none, the first. A full plan also keeps all purely data-parallel candidates. Tensor and
+        pipeline parallelism divide these bytes by at most their number of ranks."""
         options = self._options
 
         @functools.cache
@@ -306,8 +304,8 @@ class _Planning:
         ] or tried[:1]
 
     def _more_levels(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
-        """Candidates with the degrees of the fastest one that fits, if it has others than data
-        parallelism, with the levels that a quick plan does not try."""
+        """Returns candidates with the degrees of the fastest one that fits, at the levels that a
+        quick plan does not try. Returns none if the fastest is purely data-parallel."""
         best = sorted_outcomes(outcomes)[0]
         like = best.candidate
         if like.is_data_parallel or best.fits is not True:
@@ -320,7 +318,7 @@ class _Planning:
         return self._allowed([each for each in found if not is_quick(each)])
 
     def _with_long_sequences(self, tried: list[Candidate]) -> list[Candidate]:
-        """Without those with context parallelism that "auto" does not try."""
+        """Remove candidates with context parallelism whose sequences are too short for "auto"."""
         if self._options.context_parallel != AUTO:
             return tried
 
@@ -336,7 +334,7 @@ class _Planning:
         return [each for each in tried if each.context_parallel == 1 or is_long(each)]
 
     def _allowed(self, tried: Sequence[Candidate]) -> list[Candidate]:
-        """Those whose levels allow their offload."""
+        """Returns the candidates whose levels allow their offload."""
 
         @functools.cache
         def is_allowed(candidate: Candidate) -> bool:
@@ -355,10 +353,10 @@ class _Planning:
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
-    """Those whose numbers of batches divide the global batch.
+    """Returns the candidates whose number of batches divides the global batch.
 
     Raises:
-        ValueError: There are none with a length of sequences.
+        ValueError: No candidate with one of the sequence lengths divides it.
     """
 
     def kind(each: Candidate) -> tuple[int, int, int | None]:
@@ -383,9 +381,9 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
 def _with_offloaded_activations(
     outcomes: Sequence[Outcome], offloads: Iterable[StatePlaces]
 ) -> list[Candidate]:
-    """Returns candidates with activations on the host that may be the fastest that fits, with one
-    of ``offloads`` if none does without. A candidate takes at least the time that it takes with
-    activations on the device."""
+    """Returns candidates with activations on the host that may be the fastest that fits. If no
+    candidate fits, they may also need one of ``offloads``. A step with activations on the host is
+    assumed to take at least as long as with activations on the device."""
     fitting = [each for each in outcomes if each.fits]
     roles = dict.fromkeys(role for offload in offloads for role in offload.places)
     kinds = [ACTIVATIONS, *(KIND_OF_OFFLOADED[role] for role in roles if not fitting)]
@@ -400,7 +398,7 @@ def _with_offloaded_activations(
 
 
 def _in_formulas(candidate: Candidate) -> Candidate:
-    """The candidate without what formulas do not know."""
+    """Returns the candidate without the fields that formulas ignore."""
     return replace(
         candidate,
         checkpointing=False,
@@ -413,10 +411,10 @@ def _in_formulas(candidate: Candidate) -> Candidate:
 
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
-    """Python's garbage collector does not visit objects that exist now, those of imported
-    libraries, while models are simulated: they take a tenth of the time."""
+    """Hide the objects that exist now, mainly of imported libraries, from Python's garbage
+    collector while models are simulated. Visiting them takes a tenth of the time."""
     if gc.get_freeze_count():
-        yield  # the caller's frozen objects stay so
+        yield  # keep the objects that the caller froze
         return
     gc.freeze()
     try:

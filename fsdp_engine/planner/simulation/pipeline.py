@@ -1,18 +1,18 @@
-"""``simulate_pipeline``: a step of pipeline-parallel training, with torch's schedules.
+"""``fe.simulate_pipeline``: simulates a step of pipeline-parallel training with torch's schedules.
 
 [Note: Simulated pipelines]
 Each rank of the pipeline is simulated in turn, with the data-parallel ranks of its stages: the
 modules are sharded by the engine and wrapped in :class:`fsdp_engine.pipelining.PipelineStage`, and
 torch's schedule runs the rank's steps. The schedule decides the order of forwards and backwards,
 the activations that are alive, and the points at which compute posts messages and waits for them.
-Received tensors are fake ones, and arrive at once.
+Received tensors are fake tensors, which are available immediately.
 
-The calls of each rank's clock are on a tape (``tape.py``). Replays of all tapes run side by side:
-each one until compute waits for a message whose other side is not posted. A transfer starts when
-both ranks have posted it, as with NCCL and gloo.
+Each rank's calls of the clock are recorded on a tape (``tape.py``). The tapes of all ranks are then
+replayed side by side: each one runs until compute waits for a message that the other rank has not
+posted. A transfer starts when both ranks have posted it, as with NCCL and gloo.
 
 Ranks are numbered as in a mesh ``("pp", ..., "dp")``: the data-parallel ranks of a stage are
-consecutive, pipelines are the outermost axis.
+consecutive, and the pipeline is the outermost axis.
 """
 
 from __future__ import annotations
@@ -53,26 +53,26 @@ from fsdp_engine.planner.simulation.step_options import StepOptions
 from fsdp_engine.planner.simulation.tape import Replay
 from fsdp_engine.planner.simulation.time_accuracy import accuracy_of, family_of
 
-# Their ranks hold stages s and n - 1 - s of n.
+# Schedules whose rank s holds stages s and n - 1 - s of n.
 _V_SCHEDULES = {"ScheduleZBVZeroBubble", "ScheduleDualPipeV"}
 
 
 @dataclass(frozen=True)
 class PipelineSimulation:
-    """A simulated step of a pipeline. Times are in seconds, memory in bytes; sequences have one
-    item for each rank of the pipeline.
+    """A simulated step of a pipeline. Times are in seconds, memory in bytes; tuples have one item
+    for each rank of the pipeline.
 
     Attributes:
         title: Schedule, ranks and strategy.
         machine: The simulated machine.
-        seconds: From the end of the previous step on the last rank that ends it to the end of this
-            one.
+        seconds: Step time: from the latest end of the previous step on any rank to the latest end
+            of this one.
         ranks: The steps of the ranks. Each begins at the end of the rank's previous step.
-        starts: The beginnings of these steps, from the first of them on.
+        starts: The start of each rank's step, relative to the earliest one.
         stages: Indices of the rank's stages.
         actions: Forwards and backwards in the order of the schedule.
-        num_targets: Elements of the targets of all microbatches on all data-parallel ranks; with
-            context parallelism on all groups.
+        num_targets: Number of target elements in all microbatches on all data-parallel ranks, or
+            on all groups of context-parallel ranks.
     """
 
     title: str
@@ -86,32 +86,32 @@ class PipelineSimulation:
 
     @property
     def bubble_seconds(self) -> tuple[float, ...]:
-        """Time in which compute waits for other stages."""
+        """Time of each rank in which compute waits for other stages."""
         return tuple(_waited(rank, for_stages=True) for rank in self.ranks)
 
     @property
     def exposed_seconds(self) -> tuple[float, ...]:
-        """Time in which compute waits for other communication and copies."""
+        """Time of each rank in which compute waits for other communication and copies."""
         return tuple(_waited(rank, for_stages=False) for rank in self.ranks)
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
-        """Peak memory."""
+        """Peak memory of each rank."""
         return tuple(rank.peak_bytes for rank in self.ranks)
 
     @property
     def tokens_per_second(self) -> float:
-        """Targets per second; those of language models are tokens."""
+        """Targets per second. The targets of language models are tokens."""
         return self.num_targets / self.seconds
 
     @property
     def mfu(self) -> float:
-        """Model flops utilization; see :attr:`Simulation.mfu`."""
+        """Model flops utilization, averaged over the ranks; see ``Simulation.mfu``."""
         return sum(rank.seconds_at_peak for rank in self.ranks) / len(self.ranks) / self.seconds
 
     def trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace event format, with one process for each rank of the
-        pipeline, which has the rows of :meth:`Simulation.trace`."""
+        """Returns the timeline in Chrome's trace event format, with one process for each rank of
+        the pipeline, which has the rows of ``Simulation.trace``."""
         events = []
         for number, (rank, start) in enumerate(zip(self.ranks, self.starts, strict=True)):
             for event in rank.trace()["traceEvents"]:
@@ -122,7 +122,7 @@ class PipelineSimulation:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save_trace(self, path: str | Path) -> None:
-        """Write :meth:`trace` as JSON, for Perfetto (ui.perfetto.dev)."""
+        """Write the trace as JSON, for Perfetto (ui.perfetto.dev)."""
         Path(path).write_text(json.dumps(self.trace()))
 
     def __str__(self) -> str:
@@ -158,44 +158,44 @@ def simulate_pipeline(
 ) -> PipelineSimulation:
     """Simulate a step of pipeline-parallel training; see [Note: Simulated pipelines].
 
-    Runs in one process, as :func:`~fsdp_engine.simulate`.
+    Runs in one process, like ``fe.simulate``.
 
     Args:
         stages: Builds the module of one stage, ``stages(index, num_stages)``, on any device. Its
             forward takes the output of the previous stage. For causal language models of
-            transformers: :class:`~fsdp_engine.CausalLMStages`.
-        world_size: All ranks.
-        pipeline: Ranks of a pipeline, at least 2. The ``world_size / pipeline`` ranks of a stage
-            are consecutive.
-        batch: Inputs of the first stage, of one microbatch on one data-parallel rank: a tensor, a
-            tuple of tensors, or a function that returns one of these. The first dimension is that
-            of samples.
+            transformers: ``fe.CausalLMStages``.
+        world_size: Number of ranks.
+        pipeline: Number of ranks in a pipeline, at least 2. The ``world_size / pipeline`` ranks of
+            a stage are consecutive.
+        batch: Inputs of the first stage, for one microbatch on one data-parallel rank: a tensor, a
+            tuple of tensors, or a function that returns one of these. The first dimension is the
+            samples. With context parallelism, sequences are full; stages and their messages have
+            one rank's part of them.
         target: The target of the same microbatch, for the loss: a tensor, or a function that
             returns it.
         schedule: The schedule of ``torch.distributed.pipelining``: a name that
             ``get_schedule_class`` accepts, or a class.
-        stages_per_rank: None: 1, or 2 if the schedule takes several stages.
-        loss: ``loss(output, target)`` of the last stage. None: the cross-entropy of logits.
+        stages_per_rank: Number of stages on each rank. None: 1, or 2 if the schedule takes several.
+        loss: Computes the loss, ``loss(output, target)``, on the last stage. None: the
+            cross-entropy of logits.
         quick: Simulate each different stage once, with few microbatches, instead of all forwards
             and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
-        options: The other options. None: they are keyword arguments. An
-            ``fe.Options`` is one of these, the argument of ``fe.shard``.
-        **given: Fields of :class:`~.step_options.StepOptions`, of which ``microbatches`` is
-            required; with context parallelism ``batch`` and ``target`` have whole sequences, stages
-            and their messages this part of them. And options of
-            :func:`~fsdp_engine.sharding.shard`.
+        options: A ``StepOptions`` with the other options. None: they are keyword arguments. An
+            ``fe.Options`` is instead passed on as the ``options`` argument of ``fe.shard``.
+        **given: Fields of ``StepOptions``, of which ``microbatches`` is required, and arguments of
+            ``fe.shard``.
 
     Raises:
         SimulationError: A stage, the loss or the optimizer cannot run with fake tensors, or raised
-            an exception; names the line.
-        RuntimeError: Torch.distributed is initialized in this process.
-        TypeError: An argument has another type.
-        ValueError: ``pipeline`` does not divide ``world_size``, ``tensor_parallel`` does not divide
-            the ranks of a stage or the model's heads, ``context_parallel`` does not divide the
-            inner axis or the sequences, or the machine's host computes with it, ``mesh`` does not
-            have the data-parallel ranks, the schedule is unknown or does not take this number of
-            microbatches or stages, a stage has no parameter that requires grad, or a message of
-            the schedule has no other side.
+            an exception; the message names the line.
+        RuntimeError: torch.distributed is initialized in this process.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument is invalid. ``pipeline`` does not divide ``world_size``;
+            ``tensor_parallel`` does not divide the ranks of a stage or the model's heads;
+            ``context_parallel`` does not divide the inner axis or the sequences, or the machine is
+            a CPU; ``mesh`` does not have the data-parallel ranks; the schedule is unknown or does
+            not take this number of microbatches or stages; a stage has no parameter that requires
+            grad; or a message of the schedule has no counterpart.
     """
     check_callable("stages", stages, "a function (index, num_stages) -> torch.nn.Module")
     check_count("world_size", world_size, "1 rank or more")
@@ -240,8 +240,8 @@ def schedule_class(schedule: str | type[Any]) -> type[Any]:
     """Returns the schedule's class.
 
     Raises:
-        TypeError: ``schedule`` is no name and no class of a schedule.
-        ValueError: The name is unknown, or the package lacks the extension.
+        TypeError: ``schedule`` is neither the name nor the class of a schedule.
+        ValueError: The name is unknown, or the extension ``pipelines`` is not installed.
     """
     find_module("pipelines", needed_by="pipeline")
     expected = "the name or class of a schedule of torch.distributed.pipelining"
@@ -262,11 +262,11 @@ def schedule_class(schedule: str | type[Any]) -> type[Any]:
 def stages_of_ranks(
     kind: type[Any], pipeline: int, stages_per_rank: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Indices of the stages of each rank of a pipeline.
+    """Returns the indices of the stages of each rank of a pipeline.
 
     Args:
-        kind: The schedule.
-        pipeline: Ranks.
+        kind: The class of the schedule.
+        pipeline: Number of ranks in the pipeline.
         stages_per_rank: See :func:`simulate_pipeline`.
 
     Raises:
@@ -287,7 +287,7 @@ def stages_of_ranks(
 
 @cache
 def takes_microbatches(schedule: str, pipeline: int, microbatches: int) -> bool:
-    """Whether a schedule takes this number of microbatches.
+    """Returns whether a schedule takes this number of microbatches.
 
     Args:
         schedule, pipeline, microbatches: See :func:`simulate_pipeline`.
@@ -308,7 +308,7 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
     """Replay the steps of all ranks side by side.
 
     Raises:
-        ValueError: A message has no other side, or ranks wait for each other.
+        ValueError: A message has no counterpart, or ranks wait for each other in a circle.
     """
     check_messages([message for each in recorded for message in each.tape.messages])
     messages = StageMessages(cache(job.link))

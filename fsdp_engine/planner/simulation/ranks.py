@@ -89,7 +89,7 @@ def simulated_ranks(
         pipeline_rank: This process' coordinate on "pp"; its others are 0.
 
     Raises:
-        RuntimeError: Torch.distributed is initialised already.
+        RuntimeError: torch.distributed is initialised already.
     """
     if dist.is_initialized():
         raise RuntimeError(

@@ -548,7 +548,7 @@ def simulate(
     Raises:
         SimulationError: The model, the loss or the optimizer cannot run with fake tensors (for
             example, they read values), or raised an exception; names the line.
-        RuntimeError: Torch.distributed is initialized in this process.
+        RuntimeError: torch.distributed is initialized in this process.
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
             argument has another type.
         ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not

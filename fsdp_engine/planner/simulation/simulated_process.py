@@ -82,7 +82,7 @@ def simulated_process(
             :func:`~.simulation.ranks.simulated_ranks`.
 
     Raises:
-        RuntimeError: Torch.distributed is initialized in this process.
+        RuntimeError: torch.distributed is initialized in this process.
     """
     memory, names = MemoryTracker(), ModuleNames()
     clock.memory_changed, clock.module = memory.sample, names.current
