@@ -64,7 +64,7 @@ class Options:
         num_buckets: Number of buckets, as even as the parameters allow. An alternative to
             ``bucket_size``.
         min_unit_size: Default units of fewer elements are joined with their neighbours. 0: no unit
-            is joined. None: 1,000,000 ([Note: Size of a unit] in ``units/assignment.py``).
+            is joined. None: 1,000,000, since smaller units cost more than they save.
         granule: ``granule(name, parameter)`` returns the number of consecutive elements that must
             be on one rank. It must divide the number of elements of the parameter.
         pad_shards: Pad each rank's shard of a flat buffer to a multiple of 2^16 elements.

@@ -99,8 +99,7 @@ class Recompute(EngineExtension):
 
     Attributes:
         policy: None: recompute all operations. "selective": keep the outputs of attention kernels,
-            reductions over ranks and every second matrix product; see
-            [Note: Selective checkpointing]. Or a policy of
+            reductions over ranks and every second matrix product. Or a policy of
             ``torch.utils.checkpoint.create_selective_checkpoint_contexts``: a function, or a list
             of operations whose outputs are kept.
         every: Checkpoint only every ``every``-th block; other blocks keep their activations.

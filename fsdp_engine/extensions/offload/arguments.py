@@ -140,11 +140,11 @@ class Offload(OffloadPlaces, EngineExtension):
         return files
 
     def prepare(self, setup: EngineSetup, resources: Resources) -> None:
-        """See :class:`EngineExtension`."""
+        """See ``EngineExtension``."""
         place_state(resources, self, setup.kept.get(self, {}))
 
     def start(self, engine: Engine) -> None:
-        """See :class:`EngineExtension`."""
+        """See ``EngineExtension``."""
         engine.extension(_Selected).offload = self
 
 
