@@ -1,16 +1,16 @@
-"""The microbatch size, and the number of microbatches, that give a global batch.
+"""Searches for the microbatch size, and the number of microbatches, that give a global batch.
 
 [Note: Steps of many microbatches]
-Between the first microbatch of a step and the last, each takes the time, and sends the bytes, of
-the one before it: gradients are accumulated since the first, and nothing is prefetched across the
-end of the step. So a step of m > 3 microbatches takes that of three, and (m - 3) times the second
-one's; its memory is that of three (``tests/planner/test_batch_search.py`` compares with steps that
-are simulated in full).
+Between the first microbatch of a step and the last, each takes the same time and sends the same
+bytes as the one before it, since gradients are accumulated from the first on, and nothing is
+prefetched across the end of the step. So a step of m > 3 microbatches takes the time of a step of
+three, plus (m - 3) times the time of the second one; its memory is that of a step of three.
+(``tests/planner/test_batch_search.py`` compares with full simulations of such steps.)
 
-The largest microbatch is found for each strategy on its own. Memory is linear in the size, and
-grows by at most the activations of the smallest microbatch for each further row: this bound selects
-a second size, the line through both the largest one, and simulations show whether it fits and the
-next one does not.
+The largest microbatch is determined for each strategy separately. Memory is linear in the size, and
+grows by at most the activations of the smallest microbatch for each further row. This bound selects
+a second size; the line through both sizes predicts the largest one; and simulations show whether it
+fits and the next larger one does not.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from dataclasses import replace
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import ACTIVATIONS, Outcome
 
-# By which fraction a global batch may differ from a multiple of the smallest one.
+# Largest relative difference between a global batch and a multiple of the smallest one.
 _TOLERANCE = 0.1
 
 
 def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> int:
-    """Returns the rows of one rank in a step: the nearest number.
+    """Returns the number of rows of one rank in a step, rounded to the nearest.
 
     Args:
         global_batch: Tokens or samples of a step on all ranks.
-        num_ranks: data-parallel ranks.
+        num_ranks: Number of ranks, or groups of ranks, that have different rows.
         items: Tokens or samples of one row.
-        item: Their unit.
+        item: Unit of ``items``.
 
     Raises:
         ValueError: The nearest multiple of the ranks' rows differs by more than a tenth.
@@ -50,7 +50,7 @@ def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> 
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, in order."""
+    """Returns all divisors in ascending order."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
@@ -60,8 +60,8 @@ def fastest_fitting(
     sizes: Sequence[int],
     outcome_of: Callable[[Candidate], Outcome],
 ) -> Candidate:
-    """Returns the candidate with the fastest microbatch that fits; with the smallest one if none
-    does. Sizes are tried in order, until one does not fit or is slower than the one before it.
+    """Returns the candidate with the fastest microbatch size that fits, or the smallest size if
+    none fits. Sizes are tried in order, until one does not fit or is slower than the one before.
 
     Args:
         candidate, rows, sizes, outcome_of: See :func:`largest_fitting`.
@@ -87,14 +87,14 @@ def largest_fitting(
     limit: float,
     outcome_of: Callable[[Candidate], Outcome],
 ) -> Candidate:
-    """Returns the candidate with the largest microbatch that fits; with the smallest one if none
-    does.
+    """Returns the candidate with the largest microbatch size that fits, or the smallest size if
+    none fits.
 
     Args:
-        candidate: Without sizes.
-        rows: The rows of a rank in a step.
-        sizes: Microbatch sizes to try, divisors of ``rows`` in order.
-        limit: Memory of a rank in bytes.
+        candidate: The candidate without a microbatch size.
+        rows: Number of rows of a rank in a step.
+        sizes: Microbatch sizes to try, divisors of ``rows`` in ascending order.
+        limit: Memory limit of a rank in bytes.
         outcome_of: Simulates a candidate.
     """
 
@@ -103,7 +103,7 @@ def largest_fitting(
         return outcome_of(_sized(candidate, rows, size))
 
     def select(slope: float, start: int) -> int:
-        """Index of the largest size that fits if memory grows by ``slope`` a row from ``start``."""
+        """Returns the index of the largest size that fits if memory grows by ``slope`` per row."""
         held = probe(start).peak_bytes
         fits = [held + slope * (size - start) <= limit for size in sizes]
         return max(index for index, each in enumerate(fits) if each or not index)
@@ -111,7 +111,7 @@ def largest_fitting(
     first = sizes[0]
     if probe(first).lacking:
         return _sized(candidate, rows, first)
-    fits, lacks = 0, len(sizes)  # indices of the largest that fits, and of the smallest that lacks
+    fits, lacks = 0, len(sizes)  # largest index known to fit, smallest known not to
 
     def narrow(index: int) -> None:
         nonlocal fits, lacks

@@ -1,5 +1,5 @@
-"""Shards a model as a candidate of a plan says, with its tensor parallelism, over a mesh with the
-dimension of its context parallelism."""
+"""Shards a model for a candidate of a plan: applies its tensor parallelism, and shards parameters
+over a mesh with a dimension for its context parallelism."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ Select = Callable[[int], tuple[Candidate, Mapping[str, Any]]]
 
 
 def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) -> Engine:
-    """Apply tensor parallelism, and shard the model over the other ranks. Collective over all.
+    """Apply tensor parallelism, and shard the model over the other ranks. Collective over all
+    ranks.
 
     Args:
-        select: Returns, for the number of all ranks, the candidate and the arguments of
-            :func:`~fsdp_engine.shard`.
-        model: Sharded in place.
-        parallelize: Applies tensor parallelism. None: by the model's own plan.
+        select: Takes the number of all ranks, and returns the candidate and the arguments of
+            ``fe.shard``.
+        model: The model, which is sharded in place.
+        parallelize: Applies tensor parallelism. None: the model's ``tp_plan`` is applied.
 
     Raises:
-        ValueError: An error of ``select``, the model has no tensor-parallel plan, the candidate has
-            a pipeline, or the candidates differ between ranks; on all ranks, before anything is
+        ValueError: ``select`` raised an error, the model has no tensor-parallel plan, the candidate
+            has a pipeline, or the candidates differ between ranks; on all ranks, before anything is
             changed.
     """
 
@@ -54,15 +55,16 @@ def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) 
 def agreed_candidate(
     what: str, select: Select, check: Callable[[Candidate], None]
 ) -> tuple[Candidate, Mapping[str, Any]]:
-    """The candidate of all ranks, and the arguments of ``shard``.
+    """Returns the candidate, after a check that it is equal on all ranks, and the arguments of
+    ``shard``.
 
     Args:
         what: The caller, for errors.
         select: See :func:`shard_as`.
-        check: Raises an error for a candidate.
+        check: Raises an error if the caller does not support a candidate.
 
     Raises:
-        ValueError: An error of ``select`` or ``check``, or the candidates differ; on all ranks.
+        ValueError: ``select`` or ``check`` raised an error, or the candidates differ; on all ranks.
     """
 
     def checked(num_ranks: int) -> tuple[Candidate, Mapping[str, Any]]:

@@ -14,7 +14,7 @@ from fsdp_engine.planner.simulation.simulation_error import check_sizes, listed
 from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces
 
 Mesh = tuple[int, ...]
-# What becomes of activations: see :class:`Candidate`.
+# How blocks' activations are kept or recomputed: see :class:`Candidate`.
 Activations = Any
 
 
@@ -23,19 +23,20 @@ class Candidate:
     """One configuration of a job.
 
     Attributes:
-        mesh: Ranks that parameters are sharded over on each axis, (inner,) or (outer, inner).
+        mesh: Number of ranks that parameters are sharded over on each axis, (inner,) or (outer,
+            inner).
         strategy, outer_strategy: Names of the levels.
-        checkpointing: blocks' activations are recomputed in backward; "selective" or a
-            :class:`~fsdp_engine.Recompute`: some of them; "offload": they are on the host until
-            then.
+        checkpointing: How blocks' activations are kept. False: on the device. True: recomputed in
+            backward. "selective" or an ``fe.Recompute``: some of them are recomputed. "offload": on
+            the host until backward.
         microbatch_size: The argument of the batch function; None: the batch has one size.
-        offload: Where state lies between its uses; None: on the device.
-        microbatches: The microbatches of a step; None: those of the job.
-        sequence: Length of sequences, for the batch function; None: the batch has one.
-        tensor_parallel: Consecutive ranks that share the model's matrices, at each place of
-            ``mesh``.
-        context_parallel: Consecutive ranks of the inner axis that share each sequence.
-        pipeline: Ranks of a pipeline, each with the others at every place of ``mesh``.
+        offload: Places of state between its uses; None: all state is on the device.
+        microbatches: Number of microbatches of a step; None: the number of the job.
+        sequence: Sequence length, for the batch function; None: the batch has one length.
+        tensor_parallel: Number of consecutive ranks that share the model's matrices. There is such
+            a group at each place of ``mesh``.
+        context_parallel: Number of consecutive ranks of the inner axis that share each sequence.
+        pipeline: Number of ranks in a pipeline. Each of them has a full ``mesh`` of ranks.
         schedule: The schedule of the pipeline, by torch's name; None: there is no pipeline.
     """
 
@@ -59,7 +60,7 @@ class Candidate:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches at a time: one for each group of context-parallel ranks."""
+        """Number of batches that run at the same time, one for each context-parallel group."""
         return self.data_parallel // self.context_parallel
 
     @property
@@ -69,7 +70,7 @@ class Candidate:
 
     @property
     def degrees(self) -> tuple[int, int, int, str | None]:
-        """Of tensor, context and pipeline parallelism, and the schedule."""
+        """The degrees of tensor, context and pipeline parallelism, and the schedule."""
         return self.tensor_parallel, self.context_parallel, self.pipeline, self.schedule
 
     @property
@@ -100,7 +101,7 @@ class Candidate:
 
     @property
     def recomputed(self) -> str:
-        """What backward runs again, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
+        """What backward recomputes, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
         found = recomputed_by(self.checkpointing)
         if found is None:
             return "no"
@@ -110,8 +111,8 @@ class Candidate:
 
     @property
     def has_own_policy(self) -> bool:
-        """Whether a function or operations of the user decide which operations run again, so that a
-        file cannot contain the candidate."""
+        """Whether a function or a list of operations of the user selects the recomputed operations,
+        so that a file cannot contain the candidate."""
         found = recomputed_by(self.checkpointing)
         return found is not None and found.policy not in (None, SELECTIVE)
 
@@ -124,8 +125,8 @@ class Candidate:
 
     @property
     def ranks(self) -> str:
-        """The ranks as text: "1024", "128 x 8" (outer x inner), or with other parallelism
-        "16 x 4, CP 4, TP 8, PP 2"."""
+        """The ranks as text: "1024", "128 x 8" (outer x inner), or "16 x 4, CP 4, TP 8, PP 2" with
+        other parallelism."""
         context = "" if self.context_parallel == 1 else f", CP {self.context_parallel}"
         tensor = "" if self.tensor_parallel == 1 else f", TP {self.tensor_parallel}"
         pipeline = "" if self.pipeline == 1 else f", PP {self.pipeline}"
@@ -157,13 +158,13 @@ class Candidate:
 
 
 def recomputed_by(checkpointing: Activations) -> Any:
-    """Returns the :class:`~fsdp_engine.Recompute` that the value selects; None: none."""
+    """Returns the ``fe.Recompute`` that the value selects; None if nothing is recomputed."""
     activations = find_module("activations")
     return activations and activations.Recompute.of(checkpointing)
 
 
 def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:
-    """Returns the extensions of ``candidate``, and those that are given, which override them."""
+    """Returns the extensions of ``candidate`` and the given ones, which override them."""
     known = [*(given or ())]
     own: list[object] = [] if candidate.offload is None else [candidate.offload]
     if candidate.checkpointing and (activations := find_module("activations")) is not None:
@@ -175,11 +176,11 @@ def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> l
 
 
 def check_checkpointing(value: object) -> None:
-    """Check how a candidate treats activations.
+    """Check a value of ``checkpointing``.
 
     Raises:
-        TypeError: ``value`` is no bool, "selective", "offload" or :class:`Recompute`.
-        ValueError: The package lacks the extension that ``value`` needs.
+        TypeError: ``value`` is not a bool, "selective", "offload" or an ``fe.Recompute``.
+        ValueError: The package lacks the extension ``activations``.
     """
     if value is not False:
         find_module("activations", needed_by="checkpointing")
@@ -191,14 +192,15 @@ def check_checkpointing(value: object) -> None:
 
 
 def ordinal(number: int) -> str:
-    """ "2nd"."""
+    """Returns an ordinal number such as "2nd"."""
     endings = {1: "st", 2: "nd", 3: "rd"}
     is_teen = number % 100 // 10 == 1
     return f"{number}{'th' if is_teen else endings.get(number % 10, 'th')}"
 
 
 def fitting_meshes(num_ranks: int, ranks_per_node: int) -> list[Mesh]:
-    """One axis; also nodes x ranks per node if the data-parallel ranks fill two or more nodes."""
+    """Returns a mesh of one axis, and nodes x ranks per node if the ranks fill two or more
+    nodes."""
     meshes: list[Mesh] = [(num_ranks,)]
     if 1 < ranks_per_node < num_ranks and num_ranks % ranks_per_node == 0:
         meshes.append((num_ranks // ranks_per_node, ranks_per_node))
@@ -209,11 +211,11 @@ def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> lis
     """Returns the user's meshes as tuples.
 
     Args:
-        meshes: The user's.
-        allowed: Numbers of data-parallel ranks.
+        meshes: The user's meshes.
+        allowed: Allowed numbers of data-parallel ranks.
 
     Raises:
-        ValueError: A mesh has another number of ranks, or has neither one nor two axes.
+        ValueError: A mesh has a wrong number of ranks, or has neither one nor two axes.
     """
     expected = f"one or two sizes of {' or '.join(map(str, allowed))} ranks each"
     found = [tuple(listed("meshes", mesh, expected)) for mesh in listed("meshes", meshes, expected)]
@@ -231,7 +233,8 @@ def candidates(
     microbatch_sizes: Sequence[int | None],
     sequences: Sequence[int | None],
 ) -> Iterator[Candidate]:
-    """Every combination, otherwise like a candidate: four levels on one axis, ten pairs on two."""
+    """Yields each combination of the values, with the other fields of ``like``. Meshes of one axis
+    have four levels, meshes of two axes ten pairs."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
     for sequence, size, recompute, mesh in every:
         for pair in Strategy.all_on(len(mesh)):
@@ -247,7 +250,7 @@ def candidates(
 
 
 # Pairs of levels that a quick plan tries, in this order: parameters sharded over all ranks, or over
-# the ranks of a node (HSDP), also with optimizer state sharded between nodes; and ZeRO-1 and DDP.
+# the ranks of a node (HSDP); the same with optimizer state sharded between nodes; ZeRO-1; DDP.
 _QUICK = (
     ("optim_grads_params", "no_shard"),
     ("optim_grads_params", "optim"),
@@ -257,9 +260,9 @@ _QUICK = (
 
 
 def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates of a quick plan, in its order: those that save the most memory first, as they
-    fit most often, each with every degree of context, tensor and pipeline parallelism. ZeRO-1 and
-    DDP are tried on one axis."""
+    """Returns the candidates of a quick plan in its order. The ones that save the most memory are
+    first, since they fit most often. Each is tried with every degree of context, tensor and
+    pipeline parallelism. ZeRO-1 and DDP are tried on one axis."""
 
     def rank(each: Candidate) -> tuple[int, ...]:
         pair = _QUICK.index((each.strategy, each.outer_strategy))
@@ -271,7 +274,7 @@ def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
 
 
 def is_quick(candidate: Candidate) -> bool:
-    """Whether a quick plan tries the candidate."""
+    """Returns whether a quick plan tries the candidate."""
     is_one_axis = len(candidate.mesh) == 1
     is_known = (candidate.strategy, candidate.outer_strategy) in _QUICK
     return is_known and (is_one_axis or candidate.strategy == _QUICK[0][0])

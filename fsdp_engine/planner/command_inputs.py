@@ -1,4 +1,4 @@
-"""Models and batches that the command line names."""
+"""Models and batches that are given on the command line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_engine.planner.option_values import import_function
 from fsdp_engine.planner.simulation.simulation_error import read_json
 
 _CPU = torch.device("cpu")
-# Classes with one label per row; other models have one label per token.
+# Suffixes of classes with one label per row. Other models have one label per token.
 _ONE_LABEL_A_ROW = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
 
 
@@ -25,8 +25,8 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
     """Returns a function that builds a model on the meta device.
 
     Args:
-        spec: ``module:function``, or a file such as config.json of transformers, or the folder that
-            contains config.json.
+        spec: ``module:function``, a file such as a config.json of transformers, or a folder that
+            contains a config.json.
         what: Name of the argument, for errors.
 
     Raises:
@@ -52,16 +52,16 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
 
 def in_fp8(build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]:
     """Returns a function that builds the model with torchao's linears, which multiply in fp8 with a
-    scale for each tensor (torchao's "tensorwise" recipe). Those whose sizes the kernels do not
-    take, no multiples of 16, and the head of a model of transformers stay as they are, as in
-    torchtitan.
+    scale for each tensor (torchao's "tensorwise" recipe). As in torchtitan, two kinds of linears
+    are not converted: those with a size that is not a multiple of 16, which the kernels do not
+    take, and the head of a model of transformers.
 
     Args:
-        build: The function that builds the model without them.
+        build: The function that builds the unconverted model.
         what: Name of the argument, for errors.
 
     Raises:
-        ValueError: Torchao is not installed.
+        ValueError: torchao is not installed.
     """
     try:
         from torchao.float8 import convert_to_float8_training
@@ -114,7 +114,7 @@ def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
 
 
 def batch_shape(spec: str) -> tuple[int, ...] | None:
-    """The sizes of a text such as "4x4096"; None for any other text."""
+    """Returns the sizes of a text such as "4x4096"; None for any other text."""
     parts = spec.lower().split("x")
     if not all(part.isdigit() for part in parts):
         return None
@@ -122,16 +122,16 @@ def batch_shape(spec: str) -> tuple[int, ...] | None:
 
 
 def example_inputs(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
-    """Example inputs of a model of transformers, with names and shapes from its forward's signature
-    and its config. All values are zero.
+    """Returns example inputs of a model of transformers, with names and shapes from the signature
+    of its forward and from its config. All values are zero.
 
     Args:
-        model: The model, also on the meta device.
-        sizes: Number of rows, and of tokens or samples per row; for images and spectrograms the
-            number of rows is sufficient.
+        model: The model, on any device including meta.
+        sizes: Number of rows, and of tokens or samples per row. Images and spectrograms need only
+            the number of rows.
 
     Raises:
-        ValueError: Not a model of transformers, or the sizes do not match its inputs.
+        ValueError: The model is not of transformers, or the sizes do not match its inputs.
     """
     main = getattr(model, "main_input_name", None)
     config = getattr(model, "config", None)
@@ -154,10 +154,10 @@ def example_inputs(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
 
 
 def default_loss(output: Any) -> Tensor:
-    """The ``loss`` of a model's output; else the sum of its first floating-point tensor.
+    """Returns the ``loss`` of a model's output, or the sum of its first floating-point tensor.
 
     Raises:
-        ValueError: The output contains neither.
+        ValueError: The output contains neither of them.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):

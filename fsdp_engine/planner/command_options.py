@@ -1,7 +1,7 @@
-"""Options of a command, which are fields of dataclasses.
+"""Declares the options of a command as fields of dataclasses.
 
-``option`` adds the form of a field on the command line: a help text, and a name, type, default and
-conversion where they differ from the field's.
+``option`` adds the command-line form of a field: a help text, and the name, type, default and
+conversion if they differ from the field's own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Needs(StrEnum):
 
 @dataclass(frozen=True)
 class _Option:
-    """The form of a field on the command line; see :func:`option`."""
+    """The command-line form of a field; see :func:`option`."""
 
     help: str
     name: str
@@ -55,18 +55,19 @@ def option(
     requires: str = "",
     panel: str = "",
 ) -> Any:
-    """Returns a field of a dataclass that is an option of the command line.
+    """Returns a dataclass field that is also an option of the command line.
 
     Args:
         help: Text of ``--help``.
         default: The default of the field.
-        name: The name of the option. Empty: the field's.
-        type: The type of the option's value. None: the field's.
-        shown: Default of the option, before ``parse``. Without it: that of the field.
-        parse: Returns the field's value for the option's value, which is not None, and its name.
-        needs: The plans in which it has an effect.
-        requires: Name of an option without which it has no effect. Empty: there is none.
-        panel: The heading of the option in ``--help``. Empty: that of the group.
+        name: The name of the option. Empty: the name of the field.
+        type: The type of the option's value. None: the type of the field.
+        shown: Default of the option, before ``parse``. If missing: the default of the field.
+        parse: Converts the option's value, which is not None, to the field's value. Its second
+            argument is the name of the option.
+        needs: The kind of plan in which the option has an effect.
+        requires: Name of another option that this one requires to have an effect. Empty: none.
+        panel: The heading of the option in ``--help``. Empty: the heading of the group.
     """
     first = default if shown is MISSING else shown
     form = _Option(help, name, type, first, parse, needs, requires, panel)
@@ -74,7 +75,7 @@ def option(
 
 
 def options_of(*groups: type) -> Iterator[tuple[str, str, _Option]]:
-    """Yields the name of each field that is an option, the name of the option, and its form."""
+    """Yields the name of each field that is an option, the name of its option, and its form."""
     for group in groups:
         for each in dataclasses.fields(group):
             if (form := each.metadata.get(_OPTION)) is not None:
@@ -82,7 +83,7 @@ def options_of(*groups: type) -> Iterator[tuple[str, str, _Option]]:
 
 
 def flag(name: str) -> str:
-    """Returns an option as it is written: "--global-batch"."""
+    """Returns the name of an option as written on the command line: "--global-batch"."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -91,8 +92,8 @@ def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect
 
     Args:
         make: ``typer.Option``.
-        groups: Dataclasses. Their attribute ``panel`` is the heading of their options in
-            ``--help``.
+        groups: Dataclasses of options. The attribute ``panel`` of each is the heading of its
+            options in ``--help``.
     """
     for group in groups:
         for field_name, name, form in options_of(group):
@@ -110,7 +111,8 @@ def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect
 
 
 def _type_of(group: type, field_name: str) -> Any:
-    """The type of a field. Types of other fields, which may need torch, are not evaluated."""
+    """Returns the type of a field. Does not evaluate types of other fields, which may need
+    torch."""
     for each in group.__mro__:
         annotations = inspect.get_annotations(each)
         if field_name in annotations:
@@ -119,10 +121,10 @@ def _type_of(group: type, field_name: str) -> Any:
 
 
 def parsed(group: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a dataclass for the values of a command's options.
+    """Returns the values of a dataclass's fields for the values of a command's options.
 
     Raises:
-        ValueError: A text is none that the option takes.
+        ValueError: The option does not accept the given text.
     """
     found = {}
     for field_name, name, form in options_of(group):

@@ -1,4 +1,4 @@
-"""A job planned for several machines or numbers of ranks."""
+"""Plans of one job for several machines or numbers of ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _UNKNOWN = "-"
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """One plan.
+    """One plan of a comparison.
 
     Attributes:
-        label: The machine, or the number of ranks.
+        label: Name of the machine, or the number of ranks.
         setting: The job.
-        chosen: The fastest candidate that fits. None: none fits.
+        chosen: The fastest candidate that fits. None: no candidate fits.
     """
 
     label: str
@@ -34,7 +34,7 @@ class ComparedRow:
     chosen: Outcome | None
 
     def run(self, items: float, price: float | None = None) -> TrainingRun:
-        """A training run of ``items`` tokens or samples.
+        """Returns a training run of ``items`` tokens or samples.
 
         Raises:
             ValueError: No candidate fits.
@@ -50,7 +50,7 @@ class Comparison:
 
     Attributes:
         heading: Heading of the labels: "machine" or "ranks".
-        rows: The plans. Rates are compared with the first one that fits.
+        rows: The plans. Rates are relative to the first plan with a candidate that fits.
     """
 
     heading: str
@@ -58,17 +58,18 @@ class Comparison:
 
     @property
     def base(self) -> ComparedRow | None:
-        """The row that the others are compared with."""
+        """The row that the others are compared with; None if no candidate fits in any row."""
         return next((each for each in self.rows if each.chosen is not None), None)
 
     def speedup(self, row: ComparedRow) -> float | None:
-        """Tokens or samples per second over those of the base. None: no candidate fits."""
+        """Returns the ratio of a row's tokens or samples per second to those of the base. None: no
+        candidate fits."""
         if row.chosen is None or self.base is None or self.base.chosen is None:
             return None
         return row.chosen.rate / self.base.chosen.rate
 
     def efficiency(self, row: ComparedRow) -> float | None:
-        """The same per rank: 1 if it grows as the number of ranks."""
+        """Returns the speedup per rank: 1 if the rate grows like the number of ranks."""
         speedup = self.speedup(row)
         if speedup is None or self.base is None:
             return None
@@ -79,10 +80,10 @@ class Comparison:
 
 
 def named_machines(machines: Any) -> Iterator[tuple[str, Machine]]:
-    """Machines with short labels: the names of presets and files, or those of the machines.
+    """Yields machines with short labels: names of presets and files as given, or machine names.
 
     Raises:
-        TypeError, ValueError: See :meth:`~.simulation.machine.Machine.named`.
+        TypeError, ValueError: See ``Machine.named``.
     """
     for each in listed("machines", machines, "machines, or names of presets, in a tuple"):
         if isinstance(each, Machine):
@@ -94,13 +95,13 @@ def named_machines(machines: Any) -> Iterator[tuple[str, Machine]]:
 def comparison_table(
     found: Comparison, items: float | None = None, prices: Sequence[float | None] = (None,)
 ) -> Table:
-    """Returns a table for a terminal with a row for each plan; labels and strategies wrap in a
-    narrow one.
+    """Returns a table for a terminal with a row for each plan. Labels and strategies wrap if the
+    terminal is narrow.
 
     Args:
         found: The plans.
-        items: Tokens or samples of a training run, for columns with its days and GPU hours.
-        prices: Dollars per GPU hour, one for all rows or one for each, for a column with its cost.
+        items: Tokens or samples of a training run; adds columns with its days and GPU hours.
+        prices: Dollars per GPU hour, one for all rows or one for each; adds a column with the cost.
     """
     from rich.table import Table
 
@@ -147,7 +148,7 @@ def _cells(
     scales: bool,
     has_cost: bool,
 ) -> list[str]:
-    """The numbers of a row; none if nothing fits."""
+    """Returns the numbers of a row, or an empty list if no candidate fits."""
     chosen = row.chosen
     if chosen is None or chosen.times is None:
         return []

@@ -1,8 +1,8 @@
-"""Estimates of one rank's bytes and traffic by formulas, for any strategy and number of ranks.
+"""Estimates of one rank's memory and traffic by formulas, for any strategy and number of ranks.
 
-Does not allocate tensors or need a process group. A model (also on the meta device) is laid out as
-in ``shard()``, so bytes at rest are exact, including padding. A number of elements is laid out as
-equal units. Formulas are those of ``strategies/``:
+Estimates do not allocate tensors and need no process group. A model (also on the meta device) is
+laid out as in ``shard()``, so bytes at rest are exact, including padding. If only a number of
+elements is given, they are laid out as equal units. The formulas are those of ``strategies/``:
 
     at rest     elements of a buffer x ``Level.fraction(role, ranks)`` for both axes x bytes
     transient   full parameters of the units in use and of prefetched ones, and full gradients
@@ -11,18 +11,18 @@ equal units. Formulas are those of ``strategies/``:
 
 Along the outer axis a buffer's inner shard is communicated if the inner axis shards any role.
 
-Activations, and memory of kernels and allocators, are not included.
+Activations are not included, nor is memory of kernels and allocators.
 
 Worked example, 8e9 elements in 32 units on 64 ranks, bf16 with fp32 main weights and gradients and
 AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the bf16 weights of two
 units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 
-Offloaded state is counted as on an accelerator: at its homes, and on the device as chunks of two
-units in the step, as gradients that are reduced before they go home, and as main weights that come
-to be encoded for a gather.
+Offloaded state is counted as on an accelerator. At rest, it is on the host or disk. The device
+temporarily holds the chunks of two units in the optimizer step, gradients that are reduced before
+they are copied away, and main weights that are copied in to be encoded for a gather.
 
 ``buffers/weights.py`` and ``gradients.py`` determine which tensors a buffer has at rest and
-temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary ones exist at a
+temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary tensors exist at a
 time. This file counts the same bytes without allocating; ``tests/planner/test_estimates.py``
 compares both.
 """
@@ -60,9 +60,9 @@ class Footprint:
 
     Attributes:
         buffer: The buffer.
-        sizes: Ranks on each axis.
-        strategy: The levels.
-        offload: Says where its state lies.
+        sizes: Number of ranks on each axis.
+        strategy: The levels of both axes.
+        offload: The places of offloaded state.
     """
 
     buffer: PlannedBuffer
@@ -72,11 +72,11 @@ class Footprint:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether its parameters have gradients."""
+        """Whether the buffer's parameters have gradients."""
         return self.buffer.kind.requires_grad
 
     def held(self, role: Role) -> int:
-        """Elements of ``role`` at rest."""
+        """Returns the number of elements of ``role`` that are held at rest."""
         fraction = 1.0
         for axis, size in self.sizes.items():
             fraction *= self.strategy.level(axis).fraction(role, size)
@@ -88,7 +88,7 @@ class Footprint:
 
     @property
     def _main_leaves(self) -> bool:
-        """Whether main weights lie elsewhere."""
+        """Whether main weights are stored on the host or disk."""
         return self.offload.main_leaves(self.strategy, self.buffer.codec)
 
     @property
@@ -97,7 +97,7 @@ class Footprint:
 
     @property
     def _is_cast_by_host(self) -> bool:
-        """Whether compute weights lie elsewhere, beside main weights."""
+        """Whether the host also stores the compute weights, beside main weights."""
         return self.offload.is_cast_by_host(self.strategy, self.buffer.codec)
 
     @property
@@ -106,7 +106,7 @@ class Footprint:
 
     @property
     def elsewhere(self) -> dict[str, int]:
-        """Bytes of weights and gradients at homes, by place."""
+        """Bytes of offloaded weights and gradients, by place."""
         places, found = self.offload.places, Counter[str]()
         if self._main_leaves:
             found[places["main_weights"]] += self._main_bytes
@@ -119,7 +119,8 @@ class Footprint:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of weights and gradients that come from homes to the device to be stepped."""
+        """Bytes of offloaded weights and gradients that are copied to the device for the optimizer
+        step."""
         if not self.is_trainable or self.offload.step_on == allocator.HOST:
             return 0
         dtypes = self.buffer.kind.dtypes
@@ -128,13 +129,13 @@ class Footprint:
 
     @property
     def brought_bytes(self) -> int:
-        """Main weights from homes, while they are encoded for a gather."""
+        """Bytes of offloaded main weights on the device, while they are encoded for a gather."""
         brings = self._main_leaves and not self.buffer.codec.is_identity
         return self._main_bytes if brings and not self._is_cast_by_host else 0
 
     @property
     def weight_bytes(self) -> int:
-        """Main weights and persistent compute weights, at rest."""
+        """Bytes of main weights and persistent compute weights, at rest."""
         codec, dtypes = self.buffer.codec, self.buffer.kind.dtypes
         if self._main_leaves and codec.is_identity:
             return 0
@@ -148,7 +149,7 @@ class Footprint:
 
     @property
     def full_bytes(self) -> int:
-        """Full parameters of all encodings, and the encoded tensor that they are decoded from."""
+        """Bytes of full parameters in all encodings, and of the tensor they are decoded from."""
         if not self._reshards:
             return 0
         itemsize = self.buffer.codec.full_itemsize(self.buffer.kind.dtypes)
@@ -156,12 +157,12 @@ class Footprint:
 
     @property
     def grad_bytes(self) -> int:
-        """Gradients at rest."""
+        """Bytes of gradients at rest."""
         return self._reduced_bytes if self.is_trainable and not self._grads_leave else 0
 
     @property
     def _reduced_bytes(self) -> int:
-        """Accumulated gradients, and the optimizer's shard in another dtype."""
+        """Bytes of accumulated gradients, and of the optimizer's shard if its dtype differs."""
         dtypes = self.buffer.kind.dtypes
         kept = self.held(Role.GRAD) * dtypes.main_grad.itemsize
         if dtypes.optim_grad != dtypes.main_grad:
@@ -170,15 +171,15 @@ class Footprint:
 
     @property
     def staged_elements(self) -> int:
-        """Elements of full gradients that count against the staging budget."""
+        """Number of elements of full gradients that count against the staging budget."""
         if not self.is_trainable or self.strategy.depth(Role.GRAD) == 0:
             return 0
         return self.buffer.layout.numel
 
     @property
     def staging_bytes(self) -> int:
-        """Full gradients in flight, the converted copy for the last reduction, and the result that
-        goes home."""
+        """Bytes of full gradients in flight, of the converted copy for the last reduction, and of
+        the result that is copied to the host or disk."""
         if not self.is_trainable:
             return 0
         dtypes, elements = self.buffer.kind.dtypes, self.staged_elements
@@ -191,14 +192,15 @@ class Footprint:
         return elements * dtypes.comm.itemsize + self._reduced_bytes * self._grads_leave
 
     def traffic_bytes(self, axis: Axis, num_microbatches: int, num_gathers: int) -> float:
-        """Bytes sent along ``axis`` per step. Along the outer axis the inner shard is sent, if
-        there is one. Frozen weights do not change, so gathers that run once per step are omitted.
+        """Returns the bytes sent along ``axis`` per step. Along the outer axis the inner shard is
+        sent, if there is one. Frozen weights do not change, so their gathers that run once per step
+        are omitted.
 
         Args:
             axis: The axis.
-            num_microbatches: Per step.
-            num_gathers: Gathers of sharded parameters per microbatch. The levels' formulas have 2,
-                for forward and for backward.
+            num_microbatches: Number of microbatches per step.
+            num_gathers: Number of gathers of sharded parameters per microbatch. The levels'
+                formulas assume 2, one for forward and one for backward.
         """
         size = self.sizes[axis]
         traffic = self.strategy.level(axis).traffic(size)
@@ -218,8 +220,8 @@ class Footprint:
         return elements * sent
 
     def _grad_itemsize(self, axis: Axis, elements: int) -> float:
-        """Bytes per element of gradients along ``axis``, averaged over both halves of an
-        all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
+        """Returns the bytes per element of gradients along ``axis``, averaged over both halves of
+        an all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
         half sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
         dtype."""
         dtypes = self.buffer.kind.dtypes
@@ -232,11 +234,11 @@ class Footprint:
 
 @dataclass(frozen=True)
 class UnitFootprint:
-    """One planned unit.
+    """Memory and traffic of one planned unit.
 
     Attributes:
-        buffers: Memory and traffic of its buffers.
-        is_loose: Some of its modules are not in the model's blocks.
+        buffers: Memory and traffic of the unit's buffers.
+        is_loose: Some modules of the unit are not in the model's blocks.
     """
 
     buffers: tuple[Footprint, ...]
@@ -244,11 +246,11 @@ class UnitFootprint:
 
     @property
     def numel(self) -> int:
-        """Elements of its buffers, including padding."""
+        """Number of elements of the unit's buffers, including padding."""
         return self.total(lambda each: each.buffer.layout.numel)
 
     def total(self, count: Callable[[Footprint], int]) -> int:
-        """The sum of ``count`` over its buffers."""
+        """Returns the sum of ``count`` over the unit's buffers."""
         return sum(count(each) for each in self.buffers)
 
 
@@ -257,22 +259,23 @@ NOT_INCLUDED = "Activations are not included, nor is memory of kernels and alloc
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and traffic of one rank in bytes; equal on all ranks.
+    """Memory and traffic of one rank in bytes. All ranks have the same estimate.
 
     Attributes:
-        strategy: The levels.
-        inner_size: Ranks on the inner axis.
-        outer_size: Ranks on the outer axis.
-        num_elements: Parameter elements of the full model.
+        strategy: The levels of both axes.
+        inner_size: Number of ranks on the inner axis.
+        outer_size: Number of ranks on the outer axis.
+        num_elements: Number of parameter elements in the full model.
         padding: Elements of padding in flat buffers, over all ranks.
         weight_bytes: Main weights and persistent compute weights, at rest.
         grad_bytes: Gradients, from their first reduction until they are cleared.
-        optimizer_bytes: Optimizer state at rest, with the padding of the weights; and the peak of
-            offloaded state, weights and gradients on the device in the step, of two units.
+        optimizer_bytes: Optimizer state at rest, with the padding of the weights. If state, weights
+            or gradients are offloaded: plus the bytes of two units that the optimizer step copies
+            to the device.
         full_bytes: Peak of full parameters, in addition to those at rest.
         staging_bytes: Peak of full gradients before their reduction, in addition to those at rest.
-        inner_traffic_bytes: Sent along the inner axis per step.
-        outer_traffic_bytes: Sent along the outer axis per step.
+        inner_traffic_bytes: Bytes sent along the inner axis per step.
+        outer_traffic_bytes: Bytes sent along the outer axis per step.
         elsewhere: Bytes of offloaded state by place ("host", "disk").
     """
 
@@ -292,13 +295,13 @@ class Estimate:
 
     @property
     def rest_bytes(self) -> int:
-        """Weights, gradients and optimizer state, which are held during the optimizer's step."""
+        """Bytes of weights, gradients and optimizer state, all held in the optimizer step."""
         return self.weight_bytes + self.grad_bytes + self.optimizer_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """Upper bound of the peak in a step, without activations. (The peaks of full parameters and
-        of staging may be at different times.)"""
+        """Upper bound of the peak in a step, without activations. The peaks of full parameters and
+        of staging may occur at different times."""
         return self.rest_bytes + self.full_bytes + self.staging_bytes
 
 
@@ -319,25 +322,24 @@ def estimate(
     """Estimate the memory and traffic of one rank.
 
     Args:
-        model: A module, also on the meta device, which is not modified; or a number of elements.
+        model: A module (also on the meta device), which is not modified, or a number of elements.
             For parameters that are DTensors, this rank's shards are counted.
         world_size: Number of data-parallel ranks.
         outer_size: Number of ranks on the outer axis.
-        strategy, outer_strategy: As for :func:`~fsdp_engine.sharding.shard`.
+        strategy, outer_strategy: The levels, as for ``fe.shard``.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
-        num_microbatches: Microbatches per step.
-        num_units: For a number of elements: the number of equal units.
-        dtype: For a number of elements: the parameters' own dtype.
-        on_cpu: The model is on a CPU, which takes main weights or gradients on a disk alone, at
-            all levels, and needs no staging.
-        **options: ``units``, ``mp_policy``, ``options`` and ``extensions``, as for
-            :func:`~fsdp_engine.sharding.shard`.
+        num_microbatches: Number of microbatches per step.
+        num_units: Number of equal units, if ``model`` is a number of elements.
+        dtype: Dtype of the parameters, if ``model`` is a number of elements.
+        on_cpu: The model is on a CPU, where main weights or gradients may be offloaded to a disk
+            separately and at all levels, without staging.
+        **options: Arguments of ``fe.shard``: ``units``, ``mp_policy``, ``options``, ``extensions``.
 
     Raises:
-        OffloadLevelError: The levels do not allow :class:`~fsdp_engine.Offload`; a ``ValueError``.
+        OffloadLevelError: The levels do not allow the given ``fe.Offload``; a ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
             strategy is unknown, or ``units``, ``options`` or ``extensions`` are invalid for
-            ``shard()``.
+            ``fe.shard``.
         TypeError: ``model`` is neither a module nor a number.
     """
     sizes = _axis_sizes(world_size, outer_size)
@@ -380,7 +382,7 @@ def estimate(
     if any(full):
         gathered = [sum(pair) for pair in zip(full, brought, strict=True)]
         full_bytes = _peak(rehearsal.full(), gathered)
-    else:  # encoded together, before the first unit computes
+    else:  # all units are encoded before the first one computes
         full_bytes = sum(brought)
     staging = [unit.total(lambda each: each.staging_bytes) for unit in footprints]
     every = [each for unit in footprints for each in unit.buffers]
@@ -433,14 +435,14 @@ def estimate(
 def compare(
     model: nn.Module | float, *, world_size: int, outer_size: int = 1, **options: Any
 ) -> tuple[Estimate, ...]:
-    """Estimates for each of the ten pairs of levels, or of the four levels on one axis, without
-    those that do not allow ``offload``.
+    """Returns estimates for the ten pairs of levels, or for the four levels if there is one axis.
+    Pairs that do not allow the offload are left out.
 
     Args:
-        model, world_size, outer_size, options: As for :func:`estimate`, without strategies.
+        model, world_size, outer_size, options: Arguments of :func:`estimate`, except strategies.
 
     Raises:
-        OffloadLevelError: No level allows it.
+        OffloadLevelError: No pair of levels allows the offload.
         ValueError, TypeError: See :func:`estimate`.
     """
     found: list[Estimate] = []
@@ -459,7 +461,7 @@ def compare(
 
 
 class OffloadLevelError(ValueError):
-    """A level does not allow an offload on an accelerator."""
+    """The levels do not allow an offload on an accelerator."""
 
 
 def _axis_sizes(world_size: int, outer_size: int) -> dict[Axis, int]:
@@ -480,10 +482,10 @@ def _check_at_least(name: str, value: float, least: int) -> None:
 
 
 class _Block(nn.Module):
-    """One of equal units.
+    """A unit of a model that is given as a number of elements.
 
     Args:
-        numel: Elements of its parameter.
+        numel: Number of elements of the block's parameter.
         dtype: The dtype of the parameter.
     """
 
@@ -493,11 +495,11 @@ class _Block(nn.Module):
 
 
 def _equal_blocks(num_elements: int, num_blocks: int, dtype: torch.dtype) -> nn.Module:
-    """A model of blocks with one parameter each."""
+    """Returns a model of blocks with one parameter each."""
     ends = [num_elements * number // num_blocks for number in range(num_blocks + 1)]
     return nn.ModuleList(_Block(end - start, dtype) for start, end in pairwise(ends) if end > start)
 
 
 def _peak(moments: Iterable[Sequence[int]], sizes: Sequence[int]) -> int:
-    """Most bytes at one of ``moments``, by the ``sizes`` of units."""
+    """Returns the most bytes at one of ``moments``, which list units of the given ``sizes``."""
     return max((sum(sizes[unit] for unit in moment) for moment in moments), default=0)

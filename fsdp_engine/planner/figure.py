@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROW_INCHES, _FADED = 0.28, 0.35
-# Room for values at the ends of bars, as a fraction of the longest bar.
+# Space for values at the ends of bars, as a fraction of the longest bar.
 _ROOM = 0.3
 
 
 def save_figure(planning: StrategyPlan, path: str | Path) -> None:
-    """Save the figure in the format of the suffix of ``path``.
+    """Save the figure of a plan. The suffix of ``path`` selects the format.
 
     Raises:
         ImportError: Matplotlib is not installed.
@@ -38,7 +38,7 @@ def save_figure(planning: StrategyPlan, path: str | Path) -> None:
     with naming_extra():
         from matplotlib.figure import Figure
 
-    outcomes = planning.outcomes[::-1]  # the y axis is upwards
+    outcomes = planning.outcomes[::-1]  # the y axis points upwards
     has_times = all(each.times is not None for each in outcomes)
     height = 2.2 + _ROW_INCHES * len(outcomes)
     figure = Figure(figsize=(14 if has_times else 9, height), layout="constrained")
@@ -81,7 +81,7 @@ def _draw_memory(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]
             ha="right",
         )
     else:
-        # Truncates bars far beyond the limit, so that the others are readable.
+        # Bars far beyond the limit are truncated, so that the others stay readable.
         axes.set_xlim(0, min((1 + _ROOM) * max(*ends, limit), 2.5 * limit))
         axes.axvline(limit, color="black", linestyle="--", linewidth=1)
         axes.text(limit, len(outcomes) - 0.3, f"{text} ", fontsize=8, ha="right")
@@ -129,7 +129,7 @@ def _draw_part(
     colour: str,
     label: str,
 ) -> None:
-    """Draw one segment of every bar and update ``ends``; candidates that do not fit are faded."""
+    """Draw one segment of every bar, and update ``ends``. Candidates that do not fit are faded."""
     bars = axes.barh(range(len(outcomes)), sizes, left=ends, color=colour, label=label)
     for bar, outcome in zip(bars, outcomes, strict=True):
         bar.set_alpha(_FADED if outcome.lacking else 1.0)
@@ -139,7 +139,7 @@ def _draw_part(
 def _write_values(
     axes: Axes, outcomes: Sequence[Outcome], ends: Sequence[float], values: Sequence[str]
 ) -> None:
-    """Write each bar's value at its end; within the bar if it ends at the edge or beyond it."""
+    """Write each bar's value at its end, or inside the bar if the bar reaches the edge."""
     _, edge = axes.get_xlim()
     for row, (end, value, outcome) in enumerate(zip(ends, values, outcomes, strict=True)):
         is_within = end > 0.9 * edge
@@ -151,7 +151,7 @@ def _write_values(
             va="center",
             ha="right" if is_within else "left",
             color="#555555" if outcome.lacking else "black",
-            # So that the line of the limit does not cross it.
+            # A background keeps the text readable where the line of the limit crosses it.
             bbox={"facecolor": "white", "alpha": 0.75, "pad": 0.5, "edgecolor": "none"},
         )
 

@@ -1,4 +1,4 @@
-"""Simulates the candidates of one plan, and remembers their results."""
+"""Simulates the candidates of one plan, and stores their results."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from fsdp_engine.planner.simulation.simulate import Simulation, simulate
 from fsdp_engine.planner.simulation.simulation_error import SimulationError
 from fsdp_engine.planner.simulation.step_options import StepOptions
 
-if TYPE_CHECKING:  # it loads torch's compiler
+if TYPE_CHECKING:  # this import loads torch's compiler
     from fsdp_engine.planner.simulation.pipeline import PipelineSimulation
 
-# Microbatches of a step that are simulated; see [Note: Steps of many microbatches] in
+# Largest number of microbatches of a step to simulate; see [Note: Steps of many microbatches] in
 # ``batch_search.py``.
 MOST_SIMULATED = 3
 # Factor of the number of microbatches in a trial of the chosen candidate.
@@ -42,12 +42,12 @@ _MORE_MICROBATCHES = 4
 
 @dataclass
 class Known:
-    """Results that the plans of one call share.
+    """Results that the plans of one call of ``fe.plan`` share.
 
     Attributes:
         operations: Results of operations.
-        rows: Outcomes by machine, ranks, candidate, microbatches, factor of the batch and whether
-            blocks are compiled, without a memory limit.
+        rows: Outcomes, without a memory limit, by machine, ranks, candidate, microbatches, factor
+            of the batch and whether blocks are compiled.
     """
 
     operations: OperationCache = field(default_factory=OperationCache)
@@ -56,15 +56,15 @@ class Known:
 
 @dataclass
 class Job:
-    """Simulates candidates.
+    """Simulates the candidates of a job.
 
     Attributes:
         request: The arguments that all candidates share.
         known: Results of other plans.
-        microbatches: Per step, of candidates that do not say it.
+        microbatches: Number of microbatches per step, for candidates that do not set it.
         progress: Shows the candidate that is being simulated.
-        cache: Results on disk; None: there are none.
-        repeated: The model's blocks that are alike; None: all blocks are simulated.
+        cache: The cache of results on disk; None: no cache is used.
+        repeated: The model's equal blocks, of which a few are simulated; None: simulate all blocks.
     """
 
     request: PlanRequest
@@ -75,7 +75,7 @@ class Job:
     repeated: Repeated | None = None
 
     def use_cache(self, model: nn.Module) -> None:
-        """Take outcomes from disk, and keep them there."""
+        """Read outcomes from the cache on disk, and write new ones to it."""
         options = self.request.options
         names = ["loss", "optimizer", "shard", "machine", "world_size", "compile", "parallelize"]
         names += ["stages", "stage_loss"]
@@ -84,7 +84,7 @@ class Job:
         self.cache = cache_of({"model": model, **parts})
 
     def inputs(self, candidate: Candidate) -> Any:
-        """A rank's batch."""
+        """Returns the batch of one rank, or of one context-parallel group."""
         size, sequence, batch = candidate.microbatch_size, candidate.sequence, self.request.batch
         if not callable(batch):
             if size is not None or sequence is not None:
@@ -97,14 +97,14 @@ class Job:
         return batch(*sizes) if sequence is None else batch(*sizes, sequence=sequence)
 
     def unit(self, candidate: Candidate) -> tuple[str, int]:
-        """The unit of a rank's microbatch, and its size."""
+        """Returns the unit of a rank's microbatch, and its size in this unit."""
         return number_of_items(self.inputs(candidate))
 
     def simulate(
         self, candidate: Candidate, *, inputs: Any = None, depth: int | None = None
     ) -> Simulation:
-        """Simulate a step of ``candidate``, with so many of the blocks that are alike, or all; of
-        a pipeline, that of the rank with the highest peak of memory."""
+        """Simulate a step of ``candidate``. ``depth`` is the number of equal blocks to simulate;
+        None: all. For a pipeline, returns the simulation of the rank with the highest peak."""
         request = self.request
         if candidate.pipeline > 1:
             ranks = self.simulate_pipeline(candidate, inputs).ranks
@@ -126,7 +126,7 @@ class Job:
         )
 
     def simulate_pipeline(self, candidate: Candidate, inputs: Any = None) -> PipelineSimulation:
-        """Simulate a step of a candidate with a pipeline."""
+        """Simulate a step of a candidate that has a pipeline."""
         from fsdp_engine.planner.simulation.pipeline import simulate_pipeline
 
         request = self.request
@@ -145,7 +145,7 @@ class Job:
         )
 
     def _step(self, candidate: Candidate) -> StepOptions:
-        """The options of the candidate's simulations."""
+        """Returns the options of the candidate's simulations."""
         options = self.request.options
         return StepOptions(
             mesh=candidate.mesh,
@@ -166,7 +166,7 @@ class Job:
         )
 
     def outcome(self, candidate: Candidate, limit: float, factor: int = 1) -> Outcome:
-        """The result of ``candidate``, with ``factor`` times its batch."""
+        """Returns the outcome of ``candidate``, with ``factor`` times its batch."""
         options = self.request.options
         machine, ranks = repr(options.where), options.world_size
         key = machine, ranks, candidate, self.microbatches, factor, options.compile
@@ -204,8 +204,8 @@ class Job:
         return found
 
     def _with_fewer_blocks(self, candidate: Candidate, inputs: Any) -> Outcome | None:
-        """The outcome by simulations of fewer blocks, if there are many that are alike; None if
-        there are not."""
+        """Returns the outcome by simulations of fewer blocks. None if the model has no repeated
+        blocks, does not run with fewer blocks, or is not linear in their number."""
         repeated = self.repeated
         if repeated is None:
             return None
@@ -214,7 +214,7 @@ class Job:
         except SimulationError as error:
             if error.needs_values:
                 raise
-            self.repeated = None  # the model does not run with fewer
+            self.repeated = None  # the model does not run with fewer blocks
             return None
         outcomes = [self._outcome_of(candidate, inputs, each) for each in found]
         return of_all_blocks(repeated, found, outcomes)
@@ -230,13 +230,13 @@ class Job:
         return Outcome.of_simulation(candidate, simulation, items, math.inf, more)
 
     def _items(self, candidate: Candidate, inputs: Any) -> int:
-        """Tokens or samples of a step on all ranks."""
+        """Returns the tokens or samples of a step on all ranks."""
         count = candidate.microbatches or self.microbatches
         return number_of_items(inputs)[1] * count * candidate.num_batches
 
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
-        """Variations of ``chosen``: a larger batch, more microbatches, and offloaded state that is
-        stepped beside forward, which asks more of a program."""
+        """Returns variations of ``chosen``: a larger batch, more microbatches, and offloaded state
+        that is updated during forward, which adds requirements to the user's program."""
         candidate = chosen.candidate
         more = _MORE_MICROBATCHES * (candidate.microbatches or self.microbatches)
         longer = replace(candidate, microbatches=more)
@@ -266,7 +266,7 @@ class BatchSearch:
     """The search for microbatches of a global batch; see ``batch_search.py``.
 
     Attributes:
-        job: Simulates.
+        job: The job that simulates candidates.
         global_batch: Tokens or samples of a step on all ranks.
     """
 
@@ -274,24 +274,24 @@ class BatchSearch:
     global_batch: float
 
     def batch_of(self, candidate: Candidate) -> int:
-        """Tokens or samples of a step, nearest to those that were asked for.
+        """Returns the tokens or samples of a step, nearest to the requested global batch.
 
         Raises:
-            ValueError: None is near.
+            ValueError: No multiple of the ranks' rows is near the requested batch.
         """
         _, items = self._row(candidate)
         return self._rows(candidate) * items * candidate.num_batches
 
     def row_items(self, candidate: Candidate) -> int:
-        """Tokens or samples of a row."""
+        """Returns the tokens or samples of a row of the batch."""
         return self._row(candidate)[1]
 
     def sizes(self, candidate: Candidate) -> list[int]:
-        """Microbatch sizes to try, in order. A pipeline needs as many microbatches as ranks, and
-        some schedules a multiple of them, or more.
+        """Returns the microbatch sizes to try, in order. The number of microbatches must be a
+        multiple of a pipeline's ranks, and the schedule must accept it.
 
         Raises:
-            ValueError: None of ``microbatch_sizes`` divides the rows of a rank.
+            ValueError: No size of ``microbatch_sizes`` divides the rows of a rank.
         """
         rows, given = self._rows(candidate), self.job.request.options.microbatch_sizes
         found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]
@@ -310,8 +310,8 @@ class BatchSearch:
         return found
 
     def sized(self, candidate: Candidate) -> Candidate:
-        """The candidate with the largest microbatch that fits; of a pipeline, in which smaller ones
-        shorten the waits for other stages, the fastest that fits."""
+        """Returns the candidate with the largest microbatch that fits. For a pipeline, returns the
+        fastest one that fits, since smaller microbatches shorten the waits for other stages."""
         rows, limit, sizes = (
             self._rows(candidate),
             self.job.request.options.limit,
@@ -330,17 +330,17 @@ class BatchSearch:
 
     def _rows(self, candidate: Candidate) -> int:
         item, items = self._row(candidate)
-        pipeline = candidate.pipeline  # a multiple of its ranks
+        pipeline = candidate.pipeline  # the number of rows must be a multiple of its ranks
         least = candidate.num_batches * pipeline
         return pipeline * rows_of_rank(self.global_batch, least, items, item)
 
 
 def number_of_items(inputs: Any) -> tuple[str, int]:
-    """The unit of a rank's batch, and its size. The elements of the first 2-D integer tensor are
-    tokens; if there is none, the rows of the first tensor are samples.
+    """Returns the unit of a rank's batch, and its size. The elements of the first 2-D integer
+    tensor are tokens; if there is no such tensor, the rows of the first tensor are samples.
 
     Raises:
-        ValueError: There is no tensor.
+        ValueError: The batch contains no tensor.
     """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
     for tensor in tensors:
@@ -352,10 +352,10 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
-    """The input of a pipeline's first stage, and the targets of its last one.
+    """Returns the input of a pipeline's first stage, and the targets of its last stage.
 
     Raises:
-        ValueError: The batch has other contents.
+        ValueError: The batch does not have the expected form.
     """
     if isinstance(batch, Mapping) and {"input_ids", "labels"} <= batch.keys():
         return batch["input_ids"], batch["labels"]
@@ -369,7 +369,7 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
 
 
 def _doubled(inputs: Any) -> Any:
-    """The batch, concatenated with itself along rows."""
+    """Returns the batch concatenated with itself along rows."""
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     rows = tensors[0].shape[0] if tensors else 0
 

@@ -1,4 +1,4 @@
-"""Parses values of the command line's options. It does not import torch."""
+"""Parses values of the command line's options. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# As `offload`: only if nothing fits without; as `tensor_parallel`: all that the model has a plan
-# for; as `context_parallel`: all that fit a node, for long sequences; as `pipeline`: up to the
-# number of nodes.
+# A value of several options. For `offload`: offload only if no candidate fits without; for
+# `tensor_parallel`: try all degrees of the model's `tp_plan`; for `context_parallel`: if sequences
+# are long, try all that fit a node; for `pipeline`: try powers of two up to the number of nodes.
 AUTO = "auto"
-# As `checkpointing`: selective recomputation, and offloaded activations.
+# Values of `checkpointing`: selective recomputation, and offloaded activations.
 SELECTIVE = "selective"
 OFFLOAD = "offload"
 # Names of dtypes on the command line.
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "float64"}
-# Names of machines whose figures the package has.
+# Names of machines whose figures are part of the package.
 PRESET_NAMES = ("a100", "h100", "h200", "b200")
 
 
@@ -28,7 +28,7 @@ def import_function(spec: str, what: str) -> Callable[..., Any]:
     """Import the function of ``module:function``. The working directory is added to ``sys.path``.
 
     Args:
-        spec: The name.
+        spec: The name, as ``module:function``.
         what: Name of the argument, for errors.
 
     Raises:
@@ -61,7 +61,7 @@ def parsed_sizes(text: str, option: str) -> list[int]:
         option: Name of the option, for errors.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a list of positive numbers.
     """
     try:
         sizes = [int(each) for each in text.split(",")]
@@ -73,15 +73,15 @@ def parsed_sizes(text: str, option: str) -> list[int]:
 
 
 def parsed_degrees(text: str, option: str) -> list[int] | str:
-    """Returns the same numbers, or "auto"."""
+    """Returns the numbers of a text such as "1,2,4"; "auto" is returned unchanged."""
     return text if text == AUTO else parsed_sizes(text, option)
 
 
 def parsed_bytes(gib: float, option: str) -> float:
-    """Returns the bytes of so many GiB.
+    """Returns the number of bytes in ``gib`` GiB.
 
     Raises:
-        ValueError: It is no positive number.
+        ValueError: The number is not positive.
     """
     if not 0 < gib < float("inf"):
         raise ValueError(f"{option}: expected GiB, more than 0; found {gib}")
@@ -96,7 +96,7 @@ def parsed_count(text: str, option: str = "--global-batch") -> float:
         option: Name of the option, for errors.
 
     Raises:
-        ValueError: It is none.
+        ValueError: The text is not a number.
     """
     factor = {"k": 2**10, "m": 2**20}.get(text[-1:].lower())
     try:
@@ -111,7 +111,7 @@ def parsed_dtype(name: str, option: str) -> torch.dtype:
     """Returns the dtype of a name: "bf16", "bfloat16" or "torch.bfloat16".
 
     Raises:
-        ValueError: No such dtype can be planned.
+        ValueError: The planner does not support the dtype.
     """
     import torch
 
@@ -124,10 +124,10 @@ def parsed_dtype(name: str, option: str) -> torch.dtype:
 
 
 def parsed_number(value: float, option: str) -> float:
-    """Returns the number.
+    """Returns the number unchanged, after a check.
 
     Raises:
-        ValueError: It is not positive.
+        ValueError: The number is not positive.
     """
     if not 0 < value < float("inf"):
         raise ValueError(f"{option}: expected a number, more than 0; found {value}")

@@ -35,7 +35,7 @@ CONTEXT = "context"
 # pipeline. Waits for copies of activations have the key ACTIVATIONS.
 STATE = "state"
 PIPELINE = "pipeline"
-# Names, in a breakdown of the step's time, of waits that are not for a link.
+# Names of the waits that are not for a link, in the breakdown of a step's time.
 _OTHER_WAITS = {STATE: "state copies", ACTIVATIONS: "activation copies", PIPELINE: "other stages"}
 
 
@@ -334,7 +334,7 @@ class Trial:
     Attributes:
         change: Text that describes the change.
         speedup: Ratio of the variation's rate to the chosen candidate's rate.
-        lacking: Bytes by which its memory exceeds the limit.
+        lacking: Bytes by which the variation's memory exceeds the limit.
     """
 
     change: str
@@ -344,7 +344,7 @@ class Trial:
 
 # Rates are rounded to multiples of the fastest rate over this number before they are compared.
 _RATE_STEPS = 1000
-# Two rates may round to the same multiple only if they differ by less than this fraction.
+# `is_faster` ignores differences up to this fraction, twice the rounding of the fastest rate.
 TOLERANCE = 2 / _RATE_STEPS
 
 

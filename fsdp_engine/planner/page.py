@@ -33,16 +33,16 @@ from fsdp_engine.planner.simulation.module_names import parents_of
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 
-# Pixels of a row of the timeline, and of the chart of memory; points of the latter.
+# Heights in pixels: a row of the timeline, the gap after it, the memory chart. Points of the chart.
 _ROW, _GAP, _MEMORY_HEIGHT, _POINTS = 20, 4, 180, 600
-# Intervals of a row at most, and the coordinates of charts across.
+# Largest number of intervals in a row, and the width of charts in SVG units.
 _MAX_SPANS, _ACROSS = 1500, 1000.0
 _WAITS = "compute waits for"
 _FILES = Path(__file__).with_name("page_files")
 
 
 def save_page(planning: StrategyPlan, path: str | Path, step: Simulation | None = None) -> None:
-    """Write the page.
+    """Write the plan as a page.
 
     Args:
         planning: The plan.
@@ -53,7 +53,7 @@ def save_page(planning: StrategyPlan, path: str | Path, step: Simulation | None 
 
 
 def page_of(planning: StrategyPlan, step: Simulation | None = None) -> str:
-    """The text of the page; see :func:`save_page`."""
+    """Returns the text of the page; see :func:`save_page`."""
     setting = planning.setting
     title = plan_title(setting)
     heading = f"Plan of {setting.model} on {setting.world_size:,} ranks"
@@ -86,7 +86,7 @@ def page_of(planning: StrategyPlan, step: Simulation | None = None) -> str:
 
 
 def _candidates(planning: StrategyPlan) -> Iterator[str]:
-    """The table with bars."""
+    """Yield the table of candidates, with bars of their memory."""
     setting, outcomes = planning.setting, planning.outcomes
     columns = _ordered(plan_columns(setting, outcomes))
     longest = max(each.peak_bytes for each in outcomes)
@@ -108,7 +108,7 @@ def _text_of(name: str) -> str:
 
 
 def _ordered(columns: Sequence[terminal.Column]) -> list[terminal.Column]:
-    """Texts, then numbers from the most important to those that terminals leave out first."""
+    """Returns text columns, then number columns. Those that narrow terminals omit are last."""
     texts = [each for each in columns if not each.is_number]
     numbers = [each for each in columns if each.is_number]
     return [*texts, *sorted(numbers, key=lambda each: each.drop in DETAILS)]
@@ -149,7 +149,7 @@ def _cell(name: str, is_number: bool, markup: str, *, is_first: bool) -> str:
 
 
 def _sort_value(text: str) -> float:
-    """The number that a cell begins with; -1 if it is unknown."""
+    """Returns the number at the start of a cell; -1 if the number is unknown."""
     found = re.match(r"(-?[\d,]*\.?\d+)([kMB]?)", text)
     if found is None:
         return -1.0
@@ -179,7 +179,7 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 
 def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
-    """The timeline and the memory of a step, on one axis of time."""
+    """Yield the timeline and the memory of a step, on one time axis."""
     what = "chosen" if planning.chosen is not None else "nearest"
     rows = _timeline_rows(step, planning.outcomes[0].candidate)
     unit, name = table_unit(planning.outcomes)
@@ -230,7 +230,7 @@ _Interval = tuple[float, float, str, str]  # start, end, colour ("" if busy), te
 
 
 def _timeline_rows(step: Simulation, candidate: Candidate) -> dict[str, list[_Interval]]:
-    """The intervals of each row of the timeline."""
+    """Returns the intervals of each row of the timeline."""
     compute = [
         replace(each, label=_unit_of(each)) for each in step.spans if each.lane == lanes.COMPUTE
     ]
@@ -257,7 +257,8 @@ def _timeline_rows(step: Simulation, candidate: Candidate) -> dict[str, list[_In
 
 
 def _unit_of(span: Span) -> str:
-    """The outermost module of a list around a module, or the outermost module."""
+    """Returns the outermost numbered module (a block) around a span, or else the outermost
+    module."""
     names = parents_of(span.module)
     numbered = [each for each in names if re.search(r"\.\d+$", each)]
     return (numbered or names or ["the engine, loss and optimizer"])[0]
@@ -268,8 +269,8 @@ def _text(span: Span) -> str:
 
 
 def _merged(spans: Iterable[Span], seconds: float) -> list[Span]:
-    """Successive intervals of one label and phase as one; short gaps are closed if there are too
-    many."""
+    """Merge successive intervals of one label and phase. If too many remain, also merge across
+    short gaps."""
     gap, found = seconds / 1e4, list(spans)
     while True:
         merged: list[Span] = []
@@ -296,7 +297,7 @@ def _rectangle(step: Simulation, row: int, start: float, end: float, colour: str
 
 
 def _memory_chart(planning: StrategyPlan, step: Simulation, unit: int, name: str) -> Iterator[str]:
-    """Memory by kind over time, stacked."""
+    """Yield a stacked chart of memory by kind over time."""
     points = _thinned(step.memory_series, step.seconds)
     limit, top = planning.setting.memory, _top_of_memory(planning, step)
 
@@ -332,8 +333,8 @@ def _memory_chart(planning: StrategyPlan, step: Simulation, unit: int, name: str
 
 
 def _top_of_memory(planning: StrategyPlan, step: Simulation) -> float:
-    """Bytes at the upper edge of the chart of memory. The limit is in the chart, unless memory
-    would be small beside it."""
+    """Returns the bytes at the upper edge of the memory chart. The chart includes the limit unless
+    the limit is more than twice the peak."""
     limit, peak = planning.setting.memory, step.peak_bytes
     return 1.1 * max(peak, limit if limit <= 2 * peak else 1)
 
@@ -342,7 +343,8 @@ _Point = tuple[float, tuple[int, ...]]
 
 
 def _thinned(series: Sequence[_Point], seconds: float) -> list[_Point]:
-    """The largest sum of each of ``_POINTS`` intervals of time, and the first and last points."""
+    """Returns the point with the most bytes in each of ``_POINTS`` intervals of time, and the first
+    and last points."""
     largest: dict[int, _Point] = {}
     for point in series:
         number = int(_POINTS * point[0] / seconds)
@@ -352,7 +354,7 @@ def _thinned(series: Sequence[_Point], seconds: float) -> list[_Point]:
 
 
 def _staircase(times: Sequence[float], heights: Sequence[float]) -> list[tuple[float, float]]:
-    """Corners of a line that is constant from each time to the next."""
+    """Returns the corners of a line that is constant from each time to the next."""
     corners = []
     for number, (time, height) in enumerate(zip(times, heights, strict=True)):
         if number:
@@ -362,7 +364,7 @@ def _staircase(times: Sequence[float], heights: Sequence[float]) -> list[tuple[f
 
 
 def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to ``most``, five to ten."""
+    """Returns five to ten round numbers from 0 to ``most``."""
     scale = 10 ** math.floor(math.log10(most))
     step = next(each for each in (0.1, 0.2, 0.5, 1.0, 2.0) if most / (each * scale) <= 10) * scale
     return [number * step for number in range(int(most / step) + 1)]

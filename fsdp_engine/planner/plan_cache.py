@@ -4,14 +4,14 @@
 A row is found by the digest of everything that is simulated: the modules of the model with all
 their attributes, shapes, dtypes and functions, the shapes of the batch, the functions of the loss
 and of the optimizer, the options of ``fe.shard``, the machine, the candidate, and the versions of
-fsdp_engine, torch and Python. It also names the source files that were loaded when it was made, of
-this package, the model and the libraries that it uses, with their sizes and times; if one of them
-differs, its rows are not used. A process whose own sources were changed after it had started uses
-no cache, and neither does a job that cannot be described: with functions or classes that were typed
-into an interpreter, or objects that cannot be pickled.
+fsdp_engine, torch and Python. The file also lists the source files that were loaded when its rows
+were written (of this package, of the model and of the libraries that it uses), with their sizes and
+modification times; if one of them differs, the rows are ignored. A process does not use the cache
+if its own sources changed after it started, or if the job cannot be described because it has
+functions or classes defined in an interpreter, or objects that cannot be pickled.
 
-Values that functions read while they run (the environment, a file, a module's variable that was
-changed) are not part of it.
+Values that functions read while they run (the environment, a file, a changed module variable) are
+not part of the digest.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _STARTED_NS = time.time_ns()
 _PACKAGE = Path(__file__).parent.parent
 _STANDARD_LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _TORCH = Path(torch.__file__).parent
-# An attribute of transformers' GenerationConfig: its hash, which differs between processes.
+# An attribute of transformers' GenerationConfig with a hash that differs between processes.
 _HASH = "_original_object_hash"
-# Files of jobs that are kept; the oldest are removed.
+# Number of job files to keep. The oldest are removed.
 _MOST_JOBS = 100
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/fsdp_engine/plans``, else in ``~/.cache`` (XDG Base Directory
-    Specification)."""
+    """Returns ``$XDG_CACHE_HOME/fsdp_engine/plans``, or the same folder in ``~/.cache`` (XDG Base
+    Directory Specification)."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     base = Path(home) if Path(home).is_absolute() else Path.home() / ".cache"
     return base / "fsdp_engine" / "plans"
@@ -61,8 +61,8 @@ class JobCache:
     """The cached rows of one job.
 
     Args:
-        job: The digest of everything that its rows share.
-        folder: Contains a file for each job.
+        job: The digest of everything that the rows share.
+        folder: The folder of the cache, with a file for each job.
     """
 
     def __init__(self, job: str, folder: Path) -> None:
@@ -73,15 +73,15 @@ class JobCache:
             if content["files"] == _stats(content["files"]):
                 self._rows = dict(content["rows"])
         except (OSError, ValueError, KeyError, TypeError):
-            self._rows = {}  # none, or of another version: it is written anew
+            self._rows = {}  # no file, or a file of another version, which is overwritten
 
     def get(self, row: str) -> Outcome | None:
-        """The outcome of a row; None if it is unknown."""
+        """Returns the outcome of a row; None if the cache does not contain it."""
         content = self._rows.get(row)
         return None if content is None else Outcome.from_plain(content)
 
     def put(self, row: str, outcome: Outcome) -> None:
-        """Write the outcome of a row."""
+        """Write the outcome of a row to the cache."""
         files = loaded_sources()
         if _is_changed_since_start(files):
             return
@@ -106,8 +106,8 @@ def cache_of(parts: Mapping[str, Any], folder: Path | None = None) -> JobCache |
     """Returns the cache of a job; None if the job cannot be described, or its sources have changed.
 
     Args:
-        parts: Everything that its rows share, by name.
-        folder: None: :func:`cache_folder`.
+        parts: Everything that the rows share, by name.
+        folder: The folder of the cache. None: :func:`cache_folder`.
     """
     package = sys.modules[__name__.partition(".")[0]]
     versions = (package.__dict__["__version__"], torch.__version__, platform.python_version())
@@ -119,30 +119,31 @@ def cache_of(parts: Mapping[str, Any], folder: Path | None = None) -> JobCache |
 
 def compiler_settings(model: nn.Module, compiles: bool) -> tuple[list[str], list[dict[str, Any]]]:
     """Returns the names of the model's compiled modules, which pickles of modules lack, and the
-    settings of torch's compiler if it is used.
+    settings of torch's compiler if the job uses it.
 
     Args:
-        model: Before its sharding.
-        compiles: Its blocks will be compiled.
+        model: The model before it is sharded.
+        compiles: Whether the model's blocks will be compiled.
     """
     names = [name for name, each in model.named_modules() if each._compiled_call_impl is not None]
     if not names and not compiles:
         return [], []
-    from torch._dynamo import config as dynamo  # they load the compiler
+    from torch._dynamo import config as dynamo  # these imports load the compiler
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    # Not their `get_hash()`: that of dynamo depends on the order of sets, another in each process.
+    # Their `get_hash()` is not used: dynamo's depends on the order of sets, which varies by
+    # process.
     configs = (dynamo, functorch, inductor)
     settings = [each.save_config_portable(ignore_private_configs=False) for each in configs]
     for each in settings:
-        each.pop("debug_dir_root", None)  # in the working directory
+        each.pop("debug_dir_root", None)  # depends on the working directory
     return names, settings
 
 
 def digest(value: Any) -> str | None:
-    """Returns the SHA-256 digest of a value with all that it contains; tensors by their shapes,
-    functions by their code. None: a part of it has no description."""
+    """Returns the SHA-256 digest of a value with everything that it contains. Tensors are described
+    by their shapes, functions by their code. None: a part of the value cannot be described."""
     stream = io.BytesIO()
     try:
         _Describer(stream).dump(value)
@@ -151,14 +152,14 @@ def digest(value: Any) -> str | None:
     return hashlib.sha256(stream.getvalue()).hexdigest()
 
 
-class _Describer(pickle._Pickler):  # in Python, since the other does not pass sets to the override
-    """Pickles objects for their digest alone."""
+class _Describer(pickle._Pickler):  # the pickler in C does not pass sets to the override
+    """Pickles objects only to compute their digest."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
 
     def reducer_override(self, value: Any) -> Any:
-        """Describe tensors, functions, classes and sets."""
+        """Describe tensors, functions, classes and sets, and leave other objects to pickle."""
         if value is _described:
             return NotImplemented
         if isinstance(value, Tensor):
@@ -177,7 +178,7 @@ class _Describer(pickle._Pickler):  # in Python, since the other does not pass s
             return _described, ("method", value.__self__, value.__func__)
         if isinstance(value, type):
             _check_source(value)
-            if "<locals>" in value.__qualname__:  # its functions may have values of their own
+            if "<locals>" in value.__qualname__:  # its functions may have captured values
                 functions = {
                     name: each
                     for name, each in vars(value).items()
@@ -189,19 +190,21 @@ class _Describer(pickle._Pickler):  # in Python, since the other does not pass s
 
 
 def _described(*_: object) -> None:
-    """Never called: pickles are not read."""
+    """Stands for a described object in a pickle. Never called, since pickles are not loaded."""
 
 
 def _check_source(value: Any) -> None:
-    """Raises:
-    PicklingError: a function or class has no source file.
+    """Check that a function or class has a source file.
+
+    Raises:
+        PicklingError: It has none.
     """
     if value.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise pickle.PicklingError(f"{value!r} has no source file")
 
 
 def _parts_of(function: types.FunctionType) -> tuple[Any, ...]:
-    # A cell that contains a class is that of `super()`, which would contain the function.
+    # A cell with a class is the cell of `super()`. Describing the class would repeat the function.
     cells = [each.cell_contents for each in function.__closure__ or ()]
     values = ["class" if isinstance(each, type) else each for each in cells]
     return _code_parts(function.__code__), values, function.__defaults__, function.__kwdefaults__
@@ -220,8 +223,9 @@ def _code_parts(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def loaded_sources() -> dict[str, list[int]]:
-    """Sizes and times of the source files of loaded modules, without the standard library and
-    torch, whose versions are known, and of all files of this package, with tables of figures."""
+    """Returns the sizes and times of source files: of loaded modules, except the standard library
+    and torch, whose versions are known; and of all files of this package, including tables of
+    figures."""
     files = {str(path) for kind in ("*.py", "*.toml") for path in _PACKAGE.rglob(kind)}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
@@ -243,12 +247,12 @@ def _stats(files: Any) -> dict[str, list[int]]:
         try:
             stat = Path(file).stat()
         except OSError:
-            found[file] = [0, 0]  # within an archive, or removed
+            found[file] = [0, 0]  # inside an archive, or removed
             continue
         found[file] = [stat.st_size, stat.st_mtime_ns]
     return found
 
 
 def _is_changed_since_start(files: Mapping[str, list[int]]) -> bool:
-    """Whether a file is newer than this process, whose code may then be another."""
+    """Returns whether a file is newer than this process, which may have loaded older code."""
     return any(time_ns > _STARTED_NS for _, time_ns in files.values())

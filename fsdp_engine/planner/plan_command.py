@@ -36,7 +36,7 @@ from fsdp_engine.planner.state_places import KIND_OF_OFFLOADED, StatePlaces, mak
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 from fsdp_engine.planner.strategy_search import plan as plan_job
 
-# The exit status if no candidate fits, and if it is unknown whether one fits.
+# Exit statuses: no candidate fits; it is unknown whether one fits.
 NOTHING_FITS, FIT_UNKNOWN = 3, 4
 # Number of rows of the table without --all.
 _MOST_ROWS = 8
@@ -111,7 +111,7 @@ def _plan(inputs: Inputs, options: dict[str, Any], details: Details) -> Strategy
     build = model_builder(inputs.model, "--model")
     if details.fp8:
         build = in_fp8(build, "--fp8")
-    built = build_on_meta(inputs.model)  # converts errors to messages without a traceback
+    built = build_on_meta(inputs.model)  # turns errors into messages without a traceback
     degrees, pipelines = options["tensor_parallel"], options["pipeline"]
     if details.outer is not None:
         if AUTO in (degrees, pipelines):

@@ -24,66 +24,65 @@ from fsdp_engine.planner.state_places import StatePlaces, is_offload, offloads_t
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PlanFields):
-    """Options of :func:`~.strategy_search.plan`, which the command line has, too.
+    """Options of ``fe.plan``. The command line has the same options.
 
     Attributes:
-        world_size: All ranks.
-        machine: A machine, the name of a preset, or a file of ``calibrate``.
+        world_size: Number of ranks of the job.
+        machine: The machine, the name of a preset, or the path of a file written by ``calibrate``.
         memory: Memory limit of a rank in bytes. None: 0.9 of the machine's memory.
         meshes: Sizes of the data-parallel axes to try, (inner,) or (outer, inner). None: one axis,
             and nodes x ranks per node.
-        context_parallel: Consecutive ranks that share each sequence, by ``context_parallel`` of
-            torch around forward and backward (:func:`~.simulation.simulate`); several numbers to
-            try all of them. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
-            that fit a node and divide the inner axis, and half of a sequence. With more than 1,
-            candidates have the levels of a quick plan; all levels are tried with the degrees of the
-            fastest.
-        tensor_parallel: Consecutive ranks that share the model's matrices; several numbers to try
-            all of them. "auto": 1 and the powers of two that fit a node, divide the ranks, and for
-            which a model of transformers has a plan (``tp_plan``). The others of the
-            ``world_size`` ranks are data-parallel. Levels are those of ``context_parallel``, and
-            candidates whose weights and optimizer state cannot fit are left out.
-            Numbers that leave more data-parallel ranks than the global batch has rows are left out.
-        parallelize: Applies tensor parallelism to the model, see :func:`~.simulation.simulate`.
-        pipeline: Ranks of a pipeline of stages; several numbers to try all of them. "auto": 1, and
-            the powers of two up to the number of nodes, or 16, for which the model has stages. With
-            more than 1, levels are those of ``context_parallel``; a step needs at least so many
-            microbatches. They are simulated from the
-            costs of their stages (``quick`` of :func:`~.simulation.pipeline.simulate_pipeline`).
-        schedules: The schedules of pipelines, those that split backwards included; see
-            :func:`~.simulation.pipeline.simulate_pipeline`.
-        stages: Builds a stage, ``stages(index, num_stages)``. None:
-            :class:`~fsdp_engine.CausalLMStages` of the model. The batch is then a dict with
-            ``input_ids`` and ``labels``, or a tuple of the first stage's input and the targets.
-        stage_loss: The loss of the last stage's output and the targets. None: the cross-entropy of
-            logits.
-        checkpointing: Values to try for what becomes of blocks' activations: they are kept
-            (False), recomputed in backward (True), partly kept ("selective", or a
-            :class:`~fsdp_engine.Recompute`), or on the host until then ("offload"). None:
+        context_parallel: Number of consecutive ranks that share each sequence, or several numbers
+            to try. Forward and backward run within torch's ``context_parallel``, as in
+            ``fe.simulate``. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
+            that fit a node and divide the inner axis and half of the sequence. Candidates with
+            more than 1 use the levels of a quick plan; then all levels are tried with the degrees
+            of the fastest candidate.
+        tensor_parallel: Number of consecutive ranks that share the model's matrices, or several
+            numbers to try. "auto": 1, and the powers of two that fit a node and divide the ranks,
+            if a model of transformers has a ``tp_plan`` for them. The remaining factor of
+            ``world_size`` is data-parallel. Levels are tried as for ``context_parallel``.
+            Candidates are left out if their weights and optimizer state cannot fit, or if they have
+            more data-parallel ranks than the global batch has rows.
+        parallelize: Applies tensor parallelism to the model, as in ``fe.simulate``.
+        pipeline: Number of ranks in a pipeline of stages, or several numbers to try. "auto": 1, and
+            the powers of two up to the number of nodes (at most 16) for which the model has stages.
+            Levels are tried as for ``context_parallel``. A step needs at least as many microbatches
+            as the pipeline has ranks. Pipelines are simulated from the costs of their stages
+            (``quick`` of ``fe.simulate_pipeline``).
+        schedules: Schedules of pipelines, including schedules that split the backward; see
+            ``fe.simulate_pipeline``.
+        stages: Builds a stage, ``stages(index, num_stages)``. None: ``fe.CausalLMStages`` of the
+            model. The batch is then a dict with ``input_ids`` and ``labels``, or a tuple of the
+            first stage's input and the targets.
+        stage_loss: Computes the loss from the last stage's output and the targets. None: the
+            cross-entropy of logits.
+        checkpointing: Ways to handle the blocks' activations, each of which is tried: keep them
+            (False), recompute them in backward (True), keep some ("selective" or an
+            ``fe.Recompute``), or store them on the host until backward ("offload"). None:
             False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
             whose activations do not fit and that would be the fastest if copies took no time.
             "selective" is left out, with a warning, for a model that it does not work with.
-        microbatch_sizes: Sizes to try. None: only that of the batch.
-        microbatches: Forwards and backwards per step.
-        global_batch: Tokens or samples of a step on all ranks. The largest microbatch that fits is
-            searched for each candidate, with the number of microbatches that gives this batch;
-            among ``microbatch_sizes``, if they are given. None: the batch and ``microbatches``.
-        sequences: Lengths of sequences to try. None: only that of the batch.
-        quick: Try the candidates that are the best most often, level 3 and HSDP first, until
-            four fit. :meth:`~.strategy_plan.StrategyPlan.full` tries the
-            others.
+        microbatch_sizes: Microbatch sizes to try. None: only the size of the batch.
+        microbatches: Number of forwards and backwards per step.
+        global_batch: Tokens or samples of a step on all ranks. For each candidate the planner
+            finds the largest microbatch that fits (among ``microbatch_sizes``, if given) and the
+            number of microbatches that gives this batch. None: use the batch and ``microbatches``.
+        sequences: Sequence lengths to try. None: only the length of the batch.
+        quick: Try the candidates that are most often the best, level 3 and HSDP first, until four
+            fit. ``StrategyPlan.full`` tries the others.
         compile: Blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
             not do.
-        cache: Keep the results of candidates on disk, in the user's cache folder, and take those
-            that are there; see [Note: What a cached row depends on] in ``plan_cache.py``.
+        cache: Read results of candidates from the user's cache folder, and store new ones there;
+            see [Note: What a cached row depends on] in ``plan_cache.py``.
         progress: Show a progress bar on stderr.
-        optimizer, loss: See :func:`~.simulation.simulate`.
+        optimizer, loss: See ``fe.simulate``.
         formulas: Do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
-        offload: The offload of all candidates, without those whose levels do not allow it; None:
-            all state is on the device. "auto": if no candidate fits, those that might are tried
-            again with optimizer state on the host; and if none fits then, with main weights and
-            gradients there, too.
+        offload: Offload of all candidates. Candidates whose levels do not allow it are left out.
+            None: all state is on the device. "auto": if no candidate fits, those that might fit
+            are tried again with optimizer state on the host; if none fits then, also with main
+            weights and gradients there.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -151,7 +150,7 @@ class PlanOptions(PlanFields):
 
     @property
     def limit(self) -> float:
-        """Memory of a rank, in bytes."""
+        """Memory limit of a rank, in bytes."""
         return USABLE * self.where.processor.memory_bytes if self.memory is None else self.memory
 
     @property
@@ -163,12 +162,12 @@ class PlanOptions(PlanFields):
 
     @property
     def sizes(self) -> list[Any]:
-        """Microbatch sizes to try; None: that of the batch."""
+        """Microbatch sizes to try; None: the size of the batch."""
         return self._several("microbatch_sizes", "sizes, such as (1, 2)", [None])
 
     @property
     def lengths(self) -> list[Any]:
-        """Lengths of sequences to try; None: that of the batch."""
+        """Sequence lengths to try; None: the length of the batch."""
         return self._several("sequences", "lengths, such as (4096, 8192)", [None])
 
     @property
@@ -179,13 +178,13 @@ class PlanOptions(PlanFields):
         return listed("schedules", self.schedules, "names, such as '1F1B' and 'Interleaved1F1B'")
 
     def _several(self, name: str, expected: str, default: list[Any]) -> list[Any]:
-        """The values of a field, or ``default`` if it is None."""
+        """Returns the values of a field, or ``default`` if it is None."""
         given = getattr(self, name)
         return default if given is None else listed(name, given, expected)
 
     @property
     def tries_offloads(self) -> bool:
-        """Whether candidates may be tried with more on the host than ``offload`` says."""
+        """Whether candidates may have more tensors on the host than ``offload`` selects."""
         has_host = self.where.host_runs_ahead and self.where.host_link is not None
         return has_host and not self.quick and find_module("offload") is not None
 
@@ -196,10 +195,10 @@ class PlanOptions(PlanFields):
 
     @property
     def more_offloads(self) -> tuple[StatePlaces, ...]:
-        """Offloads that are tried where nothing fits."""
+        """Offloads that are tried if no candidate fits."""
         if self.offload != AUTO or not self.tries_offloads:
             return ()
-        if self.where.host_memory_bandwidth is None:  # which the host needs to cast main weights
+        if self.where.host_memory_bandwidth is None:  # the host cannot cast main weights
             offloads = offloads_to_host()
             return tuple(each for each in offloads if each.main_weights != allocator.HOST)
         return offloads_to_host()

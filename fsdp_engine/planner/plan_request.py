@@ -1,4 +1,4 @@
-"""The arguments of a plan, checked."""
+"""The checked arguments of a plan."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from fsdp_engine.planner.simulation.causal_lm_stages import (
 from fsdp_engine.planner.simulation.simulation_error import check_callable, check_count, listed
 from fsdp_engine.planner.simulation.tp_plan import check_tp_plan, fitting_degrees
 
-# Ranks of a pipeline that "auto" tries.
+# Largest number of ranks in a pipeline that "auto" tries.
 _MOST_IN_PIPELINE = 16
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The arguments of :func:`~.strategy_search.plan`, which describes them.
+    """The arguments of :func:`~.strategy_search.plan`, which documents them.
 
     Attributes:
-        is_compared: The plan is one of several: the choice is not varied, and a quick plan tries
-            all of its candidates, whatever time they take.
+        is_compared: The plan is one of several in a comparison. No variations of the choice are
+            tried, and a quick plan tries all of its candidates, even if this takes long.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -70,7 +70,7 @@ class PlanRequest:
         try:
             inspect.signature(self.batch).bind(*sizes, **lengths)
         except ValueError:
-            return  # a function in C, which has no signature
+            return  # functions written in C may have no signature
         except TypeError as error:
             shown = ", ".join(["size"] * has_sizes + ["sequence=length"] * has_lengths)
             raise ValueError(
@@ -99,13 +99,13 @@ class PlanRequest:
                 schedule_class(each)
 
     def degrees(self, model: nn.Module) -> list[int]:
-        """Degrees of tensor parallelism to try.
+        """Returns the degrees of tensor parallelism to try.
 
         Args:
-            model: The job's, on any device.
+            model: The job's model, on any device.
 
         Raises:
-            ValueError: The model has no tensor-parallel plan for one that was given.
+            ValueError: The model has no tensor-parallel plan for a degree that was given.
         """
         if self.options.tensor_parallel == AUTO:
             per_node = self.options.where.ranks_per_node
@@ -117,17 +117,17 @@ class PlanRequest:
 
     @property
     def _degrees(self) -> list[Any]:
-        """Those that were given; "auto" has none yet."""
+        """The degrees of tensor parallelism that were given; none for "auto"."""
         return [] if self.options.tensor_parallel == AUTO else self._divisors("tensor_parallel")
 
     def pipelines(self, model: nn.Module) -> list[int]:
-        """Numbers of ranks of a pipeline to try.
+        """Returns the numbers of pipeline ranks to try.
 
         Args:
-            model: The job's, on any device.
+            model: The job's model, on any device.
 
         Raises:
-            ValueError: The model has no stages for one that was given.
+            ValueError: The model has no stages for a number that was given.
         """
         if self.options.pipeline != AUTO:
             for each in self._given_pipelines:
@@ -143,17 +143,17 @@ class PlanRequest:
 
     @property
     def _given_pipelines(self) -> list[Any]:
-        """Those that were given; "auto" has none yet."""
+        """The numbers of pipeline ranks that were given; none for "auto"."""
         return [] if self.options.pipeline == AUTO else self._divisors("pipeline")
 
     @property
     def make_stage(self) -> Stages:
-        """Builds a stage of a pipeline."""
+        """A function that builds a stage of a pipeline."""
         return self.options.stages or CausalLMStages(self.make_model)
 
     def _context_degrees(self, tensor_parallel: int) -> list[int]:
-        """Degrees of context parallelism to try beside one of tensor parallelism; with "auto" all
-        that fit a node, whatever the length of sequences."""
+        """Returns the degrees of context parallelism to try with a degree of tensor parallelism.
+        "auto": all that fit a node, for any sequence length."""
         if self.options.context_parallel != AUTO:
             return self._divisors("context_parallel")
         if not self.options.where.host_runs_ahead:
@@ -163,10 +163,11 @@ class PlanRequest:
         return [each for each in powers if self.options.world_size % (each * tensor_parallel) == 0]
 
     def _divisors(self, name: str) -> list[int]:
-        """Degrees that were given.
+        """Returns the given degrees of one kind of parallelism, and removes duplicates.
 
         Raises:
-            TypeError, ValueError: One does not divide the ranks; of a plan that is compared, all.
+            TypeError, ValueError: A degree does not divide the ranks. In a comparison such degrees
+                are left out, and there is an error only if no degree divides the ranks.
         """
         given = getattr(self.options, name)
         kinds = "numbers of ranks, such as (1, 8), or 'auto'"
@@ -187,19 +188,19 @@ class PlanRequest:
 
     @property
     def make_model(self) -> Callable[[], nn.Module]:
-        """Builds the model."""
+        """A function that builds the model."""
         return import_function(self.build, "build") if isinstance(self.build, str) else self.build
 
     def candidates(self, degrees: Iterable[int], pipelines: Iterable[int]) -> list[Candidate]:
-        """All candidates, of a global batch with the first size; those of a quick plan in its
-        order.
+        """Returns all candidates, with the first microbatch size if there is a global batch. The
+        candidates of a quick plan are in its order.
 
         Args:
-            degrees: The degrees of tensor parallelism.
-            pipelines: Numbers of ranks of a pipeline.
+            degrees: Degrees of tensor parallelism.
+            pipelines: Numbers of ranks in a pipeline.
 
         Raises:
-            ValueError: There are none, or none with a degree of context parallelism.
+            ValueError: There is no candidate, or no mesh allows a degree of context parallelism.
         """
         sizes = self.options.sizes
         if self.options.global_batch is not None:
@@ -240,10 +241,10 @@ class PlanRequest:
         return quick_candidates(found) if self.options.quick else found
 
     def _check_inner_sizes(self, sizes: Collection[int]) -> None:
-        """Check that each degree of context parallelism that was given divides an inner axis.
+        """Check that each given degree of context parallelism divides an inner axis.
 
         Raises:
-            ValueError: One does not.
+            ValueError: A degree divides no inner axis.
         """
         if self.options.context_parallel == AUTO or self.is_compared:
             return
@@ -257,7 +258,8 @@ class PlanRequest:
     def _axes(
         self, degrees: Sequence[int], pipelines: Sequence[int]
     ) -> dict[tuple[int, int], list[Mesh]]:
-        """Meshes of the data-parallel ranks, by degrees of tensor and pipeline parallelism."""
+        """Returns the meshes of data-parallel ranks, by degrees of tensor and pipeline
+        parallelism."""
         num_ranks = {
             (degree, pipeline): self.options.world_size // (degree * pipeline)
             for degree in degrees

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 
-# Okabe and Ito's palette for colour-blind readers, for kinds of memory; other colours for times.
+# Kinds of memory have the palette of Okabe and Ito, for colour-blind readers. Times have others.
 KIND_COLOURS = dict(
     zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00"), strict=True)
 )
@@ -28,12 +28,12 @@ _MIB, _GIB = 2**20, 2**30
 
 
 def time_label(name: str) -> str:
-    """The label of a part of a step's time."""
+    """Returns the label of a part of the step time."""
     return name if name in ("compute", "host") else f"waits for the {name}"
 
 
 def row_label(outcome: Outcome) -> str:
-    """A candidate as a short text."""
+    """Returns a short text that describes a candidate."""
     candidate = outcome.candidate
     size = "" if candidate.microbatch_size is None else f", of {candidate.microbatch_size}"
     kind = "" if candidate.recomputed == "blocks" else f" {candidate.recomputed}"
@@ -43,13 +43,13 @@ def row_label(outcome: Outcome) -> str:
 
 
 def table_unit(outcomes: Sequence[Outcome]) -> tuple[int, str]:
-    """The unit of bytes in tables and figures of these outcomes, and its name."""
+    """Returns the unit in bytes for tables and figures of these outcomes, and the unit's name."""
     is_large = max(each.peak_bytes for each in outcomes) >= 4 * _GIB
     return (_GIB, "GiB") if is_large else (_MIB, "MiB")
 
 
 def in_units(count: float | None, unit: int) -> str:
-    """Bytes in a unit of tables and figures, without its name; "?" if they are unknown."""
+    """Returns a number of bytes in ``unit`` as text, without the unit's name; "?" if unknown."""
     if count is None:
         return "?"
     return f"{count / unit:,.2f}" if unit == _GIB else f"{count / unit:,.0f}"

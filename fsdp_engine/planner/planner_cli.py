@@ -53,7 +53,7 @@ def plan(context: typer.Context, **values: Any) -> None:
     run_plan(values)
 
 
-# typer makes the options of the function's signature.
+# typer makes the options from the function's signature.
 _CONTEXT = inspect.signature(plan).parameters["context"]
 _PARAMETERS = [_CONTEXT, *parameters_of(typer.Option, *_GROUPS)]
 plan.__signature__ = inspect.Signature(_PARAMETERS)  # type: ignore[attr-defined]
@@ -90,7 +90,7 @@ def measure_machine(
 
 
 def _given(context: typer.Context) -> set[str]:
-    """Names of the options on the command line."""
+    """Returns the names of the options given on the command line."""
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {
         name
@@ -100,15 +100,15 @@ def _given(context: typer.Context) -> set[str]:
 
 
 def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
-    """Check that each option has an effect, and that files can be written, before minutes of
-    planning.
+    """Check that each option has an effect, and that files can be written, before planning, which
+    may take minutes.
 
     Args:
         given: Names of the options on the command line.
         values: The values of all options.
 
     Raises:
-        ValueError: An option has none.
+        ValueError: An option has no effect, or is missing.
     """
     model, batch = values["model"], values["batch"]
     if (values["elements"] is None) == (model is None):
@@ -149,7 +149,7 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
 
 
 def _refuse(names: Sequence[str], why: str) -> None:
-    """Raise an error for options that would have no effect."""
+    """Raise an error that names options without effect, if there are any."""
     if names:
         raise ValueError(f"{', '.join(map(flag, names))}: {why}")
 

@@ -17,17 +17,17 @@ from fsdp_engine.planner.simulation.time_accuracy import accuracy_of
 # The numbers of levels, by name.
 _NUMBERS = {each.inner.name: str(each.inner.value) for each in Strategy.all_on(1)}
 _UNKNOWN = "?"
-# Which columns are left out of narrow terminals first: bytes sent, and those of each kind.
+# Priorities of columns that narrow terminals omit first: bytes sent, and bytes by kind.
 DETAILS = range(10, 30)
 
 
 def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None = None) -> Table:
-    """A row for each outcome; those that do not fit are dim.
+    """Returns a table with a row for each outcome. Rows that do not fit are dim.
 
     Args:
         setting: The job.
-        outcomes: Sorted.
-        width: Columns of the terminal, to which the table is fitted. None: all columns.
+        outcomes: The sorted outcomes.
+        width: Width of the terminal in characters. None: show all columns.
     """
     found = terminal.fitted(plan_columns(setting, outcomes), width)
     levels = ", ".join(f"{number} {level}" for level, number in _NUMBERS.items())
@@ -44,7 +44,7 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None 
 
 
 def plan_title(setting: Setting) -> str:
-    """Model, ranks and machine."""
+    """Returns the title: model, ranks and machine."""
     return (
         f"{setting.model}, {terminal.format_count(setting.num_elements)} parameters, on "
         f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
@@ -60,7 +60,7 @@ def _step_text(setting: Setting) -> str:
 
 
 def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
-    """Units and meanings of the columns."""
+    """Returns a caption with the units and meanings of the columns."""
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
     _, name = table_unit(outcomes)
     text = (
@@ -84,7 +84,7 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
 
 
 def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[terminal.Column]:
-    """The columns of a plan, with a cell for each outcome."""
+    """Returns the columns of a plan, with a cell for each outcome."""
     unit, _ = table_unit(outcomes)
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
     candidates = [each.candidate for each in outcomes]
@@ -150,13 +150,14 @@ def plan_columns(setting: Setting, outcomes: Sequence[Outcome]) -> list[terminal
 
 
 def _levels(name: str, short_name: str, strategies: Sequence[str]) -> terminal.Column:
-    """A column of levels, which is folded to their numbers."""
+    """Returns a column of levels, which narrow terminals show as numbers."""
     short = [_NUMBERS.get(each, each) for each in strategies]
     return terminal.Column(name, strategies, False, fold=60, folded=(short_name, short))
 
 
 def _short_offload(text: str) -> str:
-    """ "state, acts" for "optimizer state on the host, activations on the host"."""
+    """Returns a short text such as "state, acts" for "optimizer state on the host, activations on
+    the host"."""
     for long, short in (
         *((" on the host", ""), (" on the", ""), ("optimizer state", "state")),
         *(("everything", "all"), ("main weights", "weights"), ("activations", "acts")),
@@ -167,7 +168,7 @@ def _short_offload(text: str) -> str:
 
 
 def _free(setting: Setting, outcome: Outcome, unit: int, *, is_short: bool = False) -> str:
-    """The free memory, or the excess and the largest kind of memory."""
+    """Returns the free memory as text, or the excess and the largest kind of memory."""
     if outcome.fits is None:
         return _UNKNOWN
     free = in_units(setting.memory - outcome.peak_bytes, unit)
@@ -179,12 +180,12 @@ def _free(setting: Setting, outcome: Outcome, unit: int, *, is_short: bool = Fal
 def estimates_table(
     estimates: Sequence[Estimate], memory_gib: float | None = None, width: int | None = None
 ) -> Table:
-    """A row for each estimate.
+    """Returns a table with a row for each estimate.
 
     Args:
         estimates: The estimates of one model on one number of ranks.
-        memory_gib: Memory of a rank; adds a column with the rest.
-        width: Columns of the terminal, to which the table is fitted. None: all columns.
+        memory_gib: Memory of a rank in GiB; adds a column with the memory that is left.
+        width: Width of the terminal in characters. None: show all columns.
     """
     first = estimates[0]
     padding = max(each.padding for each in estimates)

@@ -1,4 +1,4 @@
-"""Progress of planning on stderr: a bar that names the candidate, and rows as they are found."""
+"""Progress of planning on stderr: a bar that names the candidate, and a row for each outcome."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 class PlanProgress:
-    """Shows nothing. The subclass shows the progress of planning."""
+    """Progress of planning that shows nothing. A subclass shows it on a terminal."""
 
     def add(self, count: int) -> None:
-        """``count`` more candidates will be tried."""
+        """Add ``count`` to the number of candidates to try."""
 
     def trying(self, text: str) -> None:
-        """A candidate is simulated."""
+        """Show the candidate that is being simulated, as ``text``."""
 
     def found(self, outcome: Outcome, item: str) -> None:
-        """A candidate has an outcome."""
+        """Show the outcome of a candidate."""
 
 
 class _Bar(PlanProgress):
@@ -43,7 +43,7 @@ class _Bar(PlanProgress):
 
 
 def row_text(outcome: Outcome, item: str) -> str:
-    """An outcome in a line."""
+    """Returns an outcome as one line of text."""
     text = f"{outcome.candidate}: "
     if outcome.times is not None:
         rate = terminal.format_count(outcome.rate)
@@ -54,7 +54,8 @@ def row_text(outcome: Outcome, item: str) -> str:
 
 @contextmanager
 def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
-    """The progress of a plan, shown on stderr if ``is_shown`` and stderr is a terminal."""
+    """Yield the progress of a plan. It is shown on stderr if ``is_shown`` and stderr is a
+    terminal."""
     if not is_shown:
         yield PlanProgress()
         return
@@ -63,7 +64,7 @@ def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
     from rich.table import Column
 
     console = Console(stderr=True)
-    if not console.is_terminal or console.is_dumb_terminal:  # each refresh would be a line
+    if not console.is_terminal or console.is_dumb_terminal:  # each refresh would print a line
         yield PlanProgress()
         return
     description = TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1))

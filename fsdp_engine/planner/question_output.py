@@ -1,4 +1,4 @@
-"""Answers to the questions of a command line."""
+"""Answers to the questions that are options of the command line."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Questions(QuestionFields):
     """Questions about a plan.
 
     Attributes:
-        tokens: The tokens of a training run.
-        price: Dollars per GPU hour: one, or one for each machine of ``compare``.
-        compare: Machines to plan for.
-        scaling: Plan for other numbers of ranks.
-        scaling_figure: File for a figure of these.
+        tokens: Number of tokens of a training run.
+        price: Dollars per GPU hour: one price, or one for each machine of ``compare``.
+        compare: Names of machines to plan for.
+        scaling: Whether to plan for other numbers of ranks.
+        scaling_figure: File for a figure of the scaling.
         checkpoint_bandwidth: GB/s to storage, of all ranks together.
 
     Raises:
-        ValueError: There is no such machine, or there are other numbers of prices and machines.
+        ValueError: There is no such machine, or the numbers of prices and machines differ.
     """
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class Questions(QuestionFields):
         return self.price or (None,)
 
     def answer(self, planning: StrategyPlan) -> None:
-        """Print the answers for a plan of which a candidate fits."""
+        """Print the answers for a plan with a candidate that fits."""
         for sentence in self._sentences(planning):
             print(sentence)
         for found, prices in self._comparisons(planning):
@@ -66,7 +66,7 @@ class Questions(QuestionFields):
     def _comparisons(
         self, planning: StrategyPlan
     ) -> Iterator[tuple[Comparison, tuple[float | None, ...]]]:
-        """Comparisons, with prices of their rows."""
+        """Yields comparisons, with the prices of their rows."""
         if self.compare:
             yield planning.compare(self.compare), self._prices
         if self.scaling:

@@ -1,4 +1,4 @@
-"""Answers about a planned job: duration and cost of a training run.
+"""Answers to questions about a planned job: duration and cost of a training run.
 
 Formulas, with units in their docstrings:
 
@@ -18,25 +18,25 @@ from fsdp_engine.planner.simulation.simulation_error import check_positive
 from fsdp_engine.planner.simulation.time_accuracy import TimeAccuracy, accuracy_of
 
 HOUR = 3600.0
-# Units of durations, with their names.
+# Names of the units of durations, by seconds.
 _DURATIONS = {24 * HOUR: "days", HOUR: "hours", 60.0: "minutes"}
 _TRILLION = 1e12
 
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A training run with a planned step, without saves, failures and evaluation.
+    """A training run of planned steps, without time for saves, failures and evaluation.
 
     Attributes:
         items: Tokens or samples of the run.
-        item: Their unit.
-        num_ranks: data-parallel ranks, one GPU each.
-        steps: The steps of the optimizer.
+        item: Unit of ``items``: "tokens" or "samples".
+        num_ranks: Number of ranks of the job, one GPU each.
+        steps: Number of optimizer steps.
         seconds: Duration of the run.
         mfu: Model flops utilization, a fraction.
         model_flops: The FLOPs of the run, on all ranks, without recomputation.
         price: Dollars per GPU hour. None: unknown.
-        accuracy: The accuracy of the planned times, by which they are not scaled.
+        accuracy: The accuracy of planned times. ``seconds`` is not scaled by it.
     """
 
     items: float
@@ -53,7 +53,7 @@ class TrainingRun:
     def of(
         cls, setting: Setting, chosen: Outcome, items: float, price: float | None
     ) -> TrainingRun:
-        """The run of ``items`` tokens or samples.
+        """Returns the training run of ``items`` tokens or samples.
 
         Raises:
             ValueError: A number is not positive.
@@ -82,12 +82,12 @@ class TrainingRun:
 
     @property
     def gpu_hours(self) -> float:
-        """Hours of all GPUs together."""
+        """GPU hours of all ranks together."""
         return self.seconds * self.num_ranks / HOUR
 
     @property
     def cost(self) -> float | None:
-        """Dollars; None if the price is unknown."""
+        """Cost in dollars; None if the price is unknown."""
         return None if self.price is None else self.price * self.gpu_hours
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ class TrainingRun:
 
 
 def format_large(count: float) -> str:
-    """Format a count with three significant digits, also of trillions: 15T."""
+    """Format a count with three significant digits. Supports trillions: 15T."""
     if count < 0.9995 * _TRILLION:
         return terminal.format_count(count)
     return f"{count / _TRILLION:,.3g}T"

@@ -1,4 +1,4 @@
-"""Figure of a job on various numbers of ranks: a step's time, and the rate of one rank."""
+"""Figure of a job on various numbers of ranks: step time, and rate of one rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 def save_scaling_figure(found: Comparison, path: str | Path) -> None:
-    """Save the figure of :meth:`StrategyPlan.scaling` in the format of the suffix of ``path``.
+    """Save the figure of ``StrategyPlan.scaling``. The suffix of ``path`` selects the format.
 
-    Numbers of ranks on which nothing fits have no bar and no point.
+    Numbers of ranks for which no candidate fits have no bar and no point.
 
     Raises:
         ImportError: Matplotlib is not installed.
-        ValueError: Nothing fits on any number of ranks.
+        ValueError: No candidate fits on any number of ranks.
     """
     with naming_extra():
         from matplotlib.figure import Figure
@@ -47,7 +47,7 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
 
 
 def _draw_times(axes: Axes, rows: Sequence[ComparedRow]) -> None:
-    """A bar for each row, of the parts of its step's time; its strategy is written in it."""
+    """Draw a bar for each row, with the parts of the step time and the name of the strategy."""
     ends = [0.0] * len(rows)
     times = [None if each.chosen is None else each.chosen.times for each in rows]
     parts = [{} if each is None else each.parts() for each in times]
@@ -66,7 +66,7 @@ def _draw_times(axes: Axes, rows: Sequence[ComparedRow]) -> None:
 
 
 def _draw_rates(axes: Axes, found: Comparison) -> None:
-    """A point for each row that fits: its efficiency, and the rate of all ranks beside it."""
+    """Draw a point for each row that fits: its efficiency, labelled with the rate of all ranks."""
     points = [
         (place, efficiency, row.chosen.rate)
         for place, row in enumerate(found.rows)

@@ -1,4 +1,4 @@
-"""Builds and shards the stages of a pipeline as a candidate of a plan says."""
+"""Builds and shards the stages of a pipeline for a candidate of a plan."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WHAT = "StrategyPlan.shard_stages"
 def shard_stages_as(
     select: Select, stages: Stages, parallelize: Parallelize | None
 ) -> list[PipelineStage]:
-    """Build the stages of this rank, apply tensor parallelism, and shard each over its
-    data-parallel ranks. Collective over all.
+    """Build the stages of this rank, apply tensor parallelism, and shard each stage over its
+    data-parallel ranks. Collective over all ranks.
 
     Args:
         select, parallelize: See :func:`~.candidate_sharding.shard_as`.
         stages: Builds the module of one stage.
 
     Raises:
-        ValueError: An error of ``select``, the candidate has no pipeline, or the candidates differ
-            between ranks; on all ranks, before anything is built. Errors of ``stages`` are raised
-            on all ranks, too.
+        ValueError: ``select`` raised an error, the candidate has no pipeline, or the candidates
+            differ between ranks; on all ranks, before a stage is built. Errors of ``stages`` are
+            also raised on all ranks.
     """
 
     def check(candidate: Candidate) -> None:

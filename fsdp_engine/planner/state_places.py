@@ -1,8 +1,8 @@
-"""Places of optimizer state, main weights and gradients between their uses.
+"""Places where optimizer state, main weights and gradients are stored between their uses.
 
-``fe.Offload`` of the extension ``offload`` names other places than the device. The planner and
-simulations read the attributes that it shares with :class:`StatePlaces`, and plan without it where
-the package has no such extension.
+``fe.Offload`` of the extension ``offload`` selects places other than the device. The planner and
+simulations read the attributes that it shares with :class:`StatePlaces`. They use
+:class:`StatePlaces` if the package lacks this extension.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from fsdp_engine.kernel_interface import Engine, EngineExtension, allocator, find_module
 
 DISK = "disk"
-# Kinds of memory that are taken off the device, by role of an offload.
+# For each role of an offload, the kind of memory that it moves off the device.
 KIND_OF_OFFLOADED = {
     "optimizer_state": "optimizer",
     "main_weights": "weights",
@@ -24,17 +24,18 @@ KIND_OF_OFFLOADED = {
 
 
 class StatePlaces(EngineExtension):
-    """All state is on the device. ``fe.Offload`` documents the attributes."""
+    """State places without an offload: everything is on the device. ``fe.Offload`` documents the
+    attributes."""
 
     optimizer_state = main_weights = gradients = step_on = allocator.DEVICE
     overlap_forward = False
     places: Mapping[str, str] = MappingProxyType({})
 
     def check_plan(self, plan: Any, axis_plans: Any, device: Any) -> None:
-        """Check that the levels and the codecs of a plan allow these places."""
+        """Accept all levels and codecs of a plan, since everything is on the device."""
 
     def main_leaves(self, strategy: Any, codec: Any) -> bool:
-        """Returns whether main weights are not on the device."""
+        """Returns whether main weights are stored outside of the device."""
         return False
 
     def is_cast_by_host(self, strategy: Any, codec: Any) -> bool:
@@ -43,17 +44,17 @@ class StatePlaces(EngineExtension):
 
 
 def make_offload(**fields: Any) -> StatePlaces:
-    """Returns an ``fe.Offload`` with these fields.
+    """Returns an ``fe.Offload`` with the given fields.
 
     Raises:
-        ValueError: The package has no such extension, or a field is invalid.
+        ValueError: The package lacks the extension ``offload``, or a field is invalid.
     """
     made: StatePlaces = find_module("offload", "offload").Offload(**fields)
     return made
 
 
 def offload_module(name: str) -> Any:
-    """Returns a module of the extension of an offload that exists."""
+    """Returns a module of the extension ``offload``. Requires that an offload exists."""
     return find_module(f"offload.{name}", "offload")
 
 
@@ -64,20 +65,21 @@ def is_offload(value: object) -> TypeGuard[StatePlaces]:
 
 
 def places_among(extensions: Iterable[object]) -> StatePlaces:
-    """Returns the ``fe.Offload`` among ``extensions``; if there is none, :class:`StatePlaces`."""
+    """Returns the ``fe.Offload`` among ``extensions``, or a :class:`StatePlaces` if there is
+    none."""
     return next(filter(is_offload, extensions), StatePlaces())
 
 
 def offload_of(engine: Engine) -> StatePlaces:
-    """Returns the places of the state of an engine."""
+    """Returns the places of an engine's state."""
     found: StatePlaces = getattr(engine, "offload", StatePlaces())
     return found
 
 
 @cache
 def offloads_to_host() -> tuple[StatePlaces, ...]:
-    """Returns offloads of optimizer state, and of everything, to host memory; () if the package has
-    no such extension."""
+    """Returns two offloads to host memory, one of optimizer state and one of everything; () if the
+    package lacks the extension ``offload``."""
     if find_module("offload") is None:
         return ()
     every = dict.fromkeys(KIND_OF_OFFLOADED, allocator.HOST)

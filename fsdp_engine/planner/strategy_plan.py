@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # this import loads torch's compiler
 # Default numbers of ranks of `scaling`, from one node of eight ranks.
 RANKS = tuple(2**power for power in range(3, 13))
 
-# Smaller fractions of a step's time are not mentioned.
+# Waits below this fraction of a step's time are not mentioned.
 _MIN_SHARE = 0.05
 
 
@@ -100,7 +100,7 @@ _COMPILED = (
 
 
 def _beyond_accuracy(candidate: Candidate) -> list[str]:
-    """Returns a sentence on parallelism that the steps behind the stated accuracy did not have."""
+    """Returns a caveat if the stated accuracy does not cover the candidate's parallelism."""
     found = ["context parallelism"] * (candidate.context_parallel > 1)
     found += ["pipelines"] * (candidate.pipeline > 1)
     return [f"These steps had no {' or '.join(found)}, for which times are less sure."] * bool(
@@ -210,7 +210,7 @@ def _link(setting: Setting, num_ranks: int) -> str:
     return "within a node" if num_ranks <= setting.ranks_per_node else "between nodes"
 
 
-# For each schedule, the schedules with shorter waits, as part of a sentence.
+# For each schedule, a phrase that names schedules with shorter waits.
 _SHORTER_SCHEDULES = {
     **dict.fromkeys(("GPipe", "1F1B"), "and schedules such as Interleaved1F1B and ZBVZeroBubble "),
     "Interleaved1F1B": "and the schedule ZBVZeroBubble ",
@@ -287,9 +287,9 @@ class StrategyPlan:
 
     Attributes:
         setting: The planned job.
-        outcomes: Results of the candidates. The first ones fit, the fastest first; the others
-            follow by the bytes that exceed the limit. If activations are unknown, candidates whose
-            other memory fits are first, by the bytes that they send.
+        outcomes: Results of the candidates. Those that fit come first, the fastest first. The
+            others follow, ordered by the bytes by which they exceed the limit. If activations are
+            unknown, candidates whose other memory fits are first, ordered by the bytes they send.
         trials: Variations of the chosen candidate.
         options: Arguments of ``fe.shard`` for all candidates; not saved.
         simulate: Simulates a candidate again, for its timeline. None if the plan was made by
@@ -315,7 +315,7 @@ class StrategyPlan:
 
     @property
     def chosen(self) -> Outcome | None:
-        """The fastest outcome that fits. None: no candidate fits, or fits are unknown."""
+        """The fastest outcome that fits. None: no candidate is known to fit."""
         return self._chosen_of()
 
     @property
@@ -325,9 +325,9 @@ class StrategyPlan:
         ``context_parallel``.
 
         Raises:
-            ValueError: No candidate fits, or whether one fits is unknown; the message contains the
-                table. Or the chosen candidate has tensor parallelism (use ``shard``) or a pipeline
-                (use ``shard_stages``).
+            ValueError: No candidate is known to fit; the message contains the table. Or the chosen
+                candidate has tensor parallelism (use ``shard``) or a pipeline (use
+                ``shard_stages``).
         """
         if self.chosen is not None and self.chosen.candidate.pipeline > 1:
             raise ValueError(
@@ -352,9 +352,9 @@ class StrategyPlan:
             given: Arguments of ``fe.shard`` that override ``options``.
 
         Raises:
-            ValueError: No candidate fits, or whether one fits is unknown, or the plan is for
-                another number of ranks or differs between ranks; on all ranks. See also
-                ``fe.shard`` and ``fe.apply_tp_plan``.
+            ValueError: No candidate is known to fit, the plan is for another number of ranks, or it
+                differs between ranks; on all ranks. See also ``fe.shard`` and
+                ``fe.apply_tp_plan``.
         """
 
         return shard_as(partial(self._select, given), model, self.parallelize)
@@ -370,9 +370,9 @@ class StrategyPlan:
             given: Arguments of ``fe.shard`` that override ``options``.
 
         Raises:
-            ValueError: No candidate fits, whether one fits is unknown, the chosen candidate has no
-                pipeline, or the plan is for another number of ranks or differs between ranks; on
-                all ranks. Or the plan was loaded, and ``stages`` is None.
+            ValueError: No candidate is known to fit, the chosen one has no pipeline, the plan is
+                for another number of ranks, or it differs between ranks; on all ranks. Or the plan
+                was loaded, and ``stages`` is None.
         """
         build = stages or self.stages
         if build is None:
@@ -406,8 +406,8 @@ class StrategyPlan:
             given: Arguments that override ``options``; values of None are ignored.
 
         Raises:
-            ValueError: The plan is for another number of ranks, no candidate for ``mesh`` fits, or
-                whether one fits is unknown; the message contains the table.
+            ValueError: The plan is for another number of ranks, or no candidate for ``mesh`` is
+                known to fit; the message contains the table.
         """
         if world_size is not None:
             planned = {each.candidate.data_parallel for each in self.outcomes}
@@ -468,7 +468,7 @@ class StrategyPlan:
             price: Price of a GPU hour in dollars. None: no cost.
 
         Raises:
-            ValueError: No candidate fits, whether one fits is unknown, or a number is not positive.
+            ValueError: No candidate is known to fit, or a number is not positive.
         """
         return TrainingRun.of(self.setting, self._fitting(), items, price)
 
@@ -559,7 +559,7 @@ class StrategyPlan:
             ) from error
 
     def __str__(self) -> str:
-        from fsdp_engine.planner.planner_tables import plan_table  # needs rich
+        from fsdp_engine.planner.planner_tables import plan_table  # this import needs rich
 
         table = terminal.table_text(plan_table(self.setting, self.outcomes))
         return f"{table}\n{advice(self.setting, self.outcomes, self.trials)}"

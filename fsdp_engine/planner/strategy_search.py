@@ -142,7 +142,7 @@ class _Planning:
             job.use_cache(model)
 
     def _all_candidates(self, model: nn.Module, degrees: Sequence[int]) -> list[Candidate]:
-        """Returns the candidates that may fit, with the first size if there is a global batch."""
+        """Returns the candidates that may fit, with the first batch size for a global batch."""
         request, options = self._request, self._options
         every = self._with_long_sequences(request.candidates(degrees, request.pipelines(model)))
         if self._search is not None:
@@ -209,7 +209,7 @@ class _Planning:
         return StrategyPlan(setting, sorted_outcomes(found), options=options, replan=replan)
 
     def _outcomes(self, tried: Sequence[Candidate]) -> list[Outcome]:
-        """Simulate candidates in order. A quick plan stops when ``QUICK_FITTING`` of them fit."""
+        """Simulate candidates in order; a quick plan stops when ``QUICK_FITTING`` of them fit."""
         options, job = self._options, self._job
         most = QUICK_FITTING if options.quick and not self._request.is_compared else None
         found: list[Outcome] = []
@@ -260,8 +260,8 @@ class _Planning:
         return [each for each in self._candidates if each.is_data_parallel]
 
     def _estimates(self, tried: Sequence[Candidate]) -> list[Outcome]:
-        """Returns results of formulas, one for each group of candidates that formulas cannot tell
-        apart."""
+        """Returns results of formulas. Candidates that differ only in fields that formulas ignore
+        have one result."""
         return [
             Outcome.of_estimate(each, self._estimate(each), self._options.limit)
             for each in dict.fromkeys(map(_in_formulas, tried))
@@ -285,8 +285,8 @@ class _Planning:
         )
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates whose weights and optimizer state fit, by formulas; if there are
-        none, the first. A full plan also keeps all purely data-parallel candidates. Tensor and
+        """Returns the candidates whose weights and optimizer state fit, by formulas, or the first
+        if there are none. A full plan also keeps all purely data-parallel candidates. Tensor and
         pipeline parallelism divide these bytes by at most their number of ranks."""
         options = self._options
 
@@ -304,8 +304,8 @@ class _Planning:
         ] or tried[:1]
 
     def _more_levels(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
-        """Returns candidates with the degrees of the fastest one that fits, at the levels that a
-        quick plan does not try. Returns none if the fastest is purely data-parallel."""
+        """Returns candidates with the degrees of parallelism of the fastest one that fits, at the
+        levels that a quick plan does not try; none if the fastest is purely data-parallel."""
         best = sorted_outcomes(outcomes)[0]
         like = best.candidate
         if like.is_data_parallel or best.fits is not True:
@@ -356,7 +356,7 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
     """Returns the candidates whose number of batches divides the global batch.
 
     Raises:
-        ValueError: No candidate with one of the sequence lengths divides it.
+        ValueError: For a sequence length, no candidate's number of batches divides it.
     """
 
     def kind(each: Candidate) -> tuple[int, int, int | None]:
@@ -381,7 +381,7 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
 def _with_offloaded_activations(
     outcomes: Sequence[Outcome], offloads: Iterable[StatePlaces]
 ) -> list[Candidate]:
-    """Returns candidates with activations on the host that may be the fastest that fits. If no
+    """Returns candidates with activations on the host that may become the fastest that fits. If no
     candidate fits, they may also need one of ``offloads``. A step with activations on the host is
     assumed to take at least as long as with activations on the device."""
     fitting = [each for each in outcomes if each.fits]

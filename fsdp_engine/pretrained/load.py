@@ -12,14 +12,17 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.checkpoint.model_state import check_at_rest, check_shared
 from fsdp_engine.checkpoint.reading_weights import Match, match, read, replace_weights, whole
 from fsdp_engine.checkpoint.safetensors_folder import read_folder
 from fsdp_engine.comm.agreement import agree
+from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.engine import Engine, engine_of
 from fsdp_engine.pretrained.adapters import Place, adapter_layers, holds_adapter, match_adapter
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
@@ -99,6 +102,39 @@ def initialize(model: nn.Module, own: Initialization) -> None:
         for place in own.adapters:
             assert layers is not None
             layers.draw(place)
+
+
+@contextmanager
+def _generators_of_first_rank(engine: Engine) -> Iterator[None]:
+    """Context in which all ranks draw random numbers from the states of the first rank, so that
+    replicas draw the same values. Afterwards generators that had other states are restored; equal
+    ones stay equal. Collective."""
+    if engine.ranks.size == 1:
+        yield
+        return
+    device = engine.mesh.device
+    accelerator = module_of(device) if is_accelerator(device) else None
+
+    def states() -> list[Tensor]:
+        own = [torch.get_rng_state()]
+        return own if accelerator is None else [*own, accelerator.get_rng_state(device)]
+
+    def restore(values: list[Tensor]) -> None:
+        torch.set_rng_state(values[0])
+        if accelerator is not None:
+            accelerator.set_rng_state(values[1], device)
+
+    own = states()
+    sent = own if engine.ranks.rank == 0 else None
+    found: list[Any] = gather_objects(sent, engine.ranks.control_group)
+    are_equal = all(map(torch.equal, own, found[0]))
+    if not are_equal:
+        restore(found[0])
+    try:
+        yield
+    finally:
+        if not are_equal:
+            restore(own)
 
 
 def initialize_from_base(engine: Engine, following: Iterable[Place]) -> None:
@@ -216,7 +252,9 @@ def load_pretrained(
     num_bytes = sum(each.local.numel() * each.pieces.dtype.itemsize for each in found.targets)
 
     def fill() -> None:
-        initialize(engine.model, initialization)
+        if initialization.modules or initialization.adapters:
+            with _generators_of_first_rank(engine):
+                initialize(engine.model, initialization)
         with _progress_bar(num_bytes, shows) as progressed:
             read(found.targets, progressed)
 

@@ -1,4 +1,4 @@
-"""Whether modules do the same."""
+"""Compares modules, to find blocks with equal operations."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-# Attributes that number blocks, such as "layer_idx".
+# Suffixes of attributes that number blocks, such as "layer_idx".
 _NUMBERS = ("idx", "index", "number", "layer_id")
 
 
 def is_alike(one: Any, other: Any, distance: int | None = None) -> bool:
-    """Whether two objects are equal, but for numbers of blocks: classes, attributes, shapes.
+    """Returns whether two objects are equal in classes, attributes and shapes, except for block
+    numbers.
 
     Args:
-        one, other: Modules, or what they refer to.
-        distance: By which any integers in ``other`` may be greater. None: integers that are named
-            as numbers of blocks may differ.
+        one, other: Modules, or objects that they refer to.
+        distance: Difference by which any integer in ``other`` may be larger. None: only attributes
+            named like block numbers may differ.
     """
     return _is_alike(one, other, distance, set())
 
@@ -33,7 +34,7 @@ def _is_alike(one: Any, other: Any, distance: int | None, seen: set[tuple[int, i
         return False
     seen.add(key)
     again = partial(_is_alike, distance=distance, seen=seen)
-    if isinstance(one, FakeTensorMode):  # of tensors that were made apart
+    if isinstance(one, FakeTensorMode):  # the modes of separately built tensors are equivalent
         return True
     if isinstance(one, Tensor):
         kinds = [(each.shape, each.dtype, each.requires_grad) for each in (one, other)]
@@ -42,7 +43,7 @@ def _is_alike(one: Any, other: Any, distance: int | None, seen: set[tuple[int, i
         return bool(one == other)
     if isinstance(one, int):
         return bool(one == other or other - one == distance)
-    if isinstance(one, float):  # probabilities that grow with the depth are of no interest
+    if isinstance(one, float):  # probabilities may grow with the depth
         return bool(one == other or (one != 0) == (other != 0))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(again, one, other))

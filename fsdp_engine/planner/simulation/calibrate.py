@@ -1,13 +1,13 @@
-"""Measures this machine: the ranks of torchrun, on GPUs or CPU cores; without torchrun two gloo
-ranks.
+"""Measures this machine on the ranks of torchrun, on GPUs or CPU cores. Without torchrun, measures
+two gloo ranks.
 
 All ranks measure at the same time, since all compute at the same time in training; each figure is
-that of the slowest rank. Takes about twenty seconds. ``kernels.py`` times the operations of one
-rank. Links are timed with the engine's own collectives. If other programs use the processor, these
-are delayed; then only their processor time is known, and is used instead.
+that of the slowest rank. A measurement takes about twenty seconds. ``kernels.py`` times the
+operations of one rank. Links are timed with the engine's own collectives. If other programs use the
+processor, collectives are delayed; their processor time is then used instead of the elapsed time.
 
 [Note: Compute time of communication]
-If one processor computes and communicates, the calling thread's share of a collective (issuing,
+If one processor computes and communicates, the calling thread's part of a collective (issuing,
 copies, sums) always delays compute. The time of the backend's threads delays compute only if these
 threads have no cores of their own: all of it for 2 ranks on 2 cores, none of it on 4 cores. Both
 are processor times, on which other programs have little influence. They are measured without other
@@ -46,18 +46,18 @@ from fsdp_engine.planner.simulation.state_links import (
 _Gather = Callable[[Tensor], Iterator[Sequence[Any]]]
 
 RANKS = 2
-_LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes, about those of a unit
+_LARGE = {"cpu": 2**22, "cuda": 2**27}  # bytes, about the size of a unit
 _SMALL = 2**12
 _CACHES = 2**27
-_LEAST, _MOST = 8, 100  # repetitions
+_LEAST, _MOST = 8, 100  # numbers of repetitions
 _PRODUCTS, _IN_A_ROW = 4, 4
 _SECONDS_BESIDE = 0.1
-_CROWDED = 0.1  # fraction of the processor time used by other programs
+_CROWDED = 0.1  # fraction of processor time that other programs use
 _DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float32, torch.float16, torch.bfloat16),
 }
-_WITH_FP8 = (8, 9)  # compute capability
+_WITH_FP8 = (8, 9)  # the least compute capability with fp8
 
 
 def calibrate(
@@ -70,21 +70,21 @@ def calibrate(
 ) -> Machine:
     """Measure this machine.
 
-    Under torchrun all ranks have to call this function, and all return the same machine: the link
-    within a node, and the one between nodes if there are several. Ranks with GPUs measure these and
-    NCCL. Without torchrun, two gloo ranks are started on this machine's CPU.
+    Under torchrun all ranks must call this function. All return the same machine, with the link
+    within a node, and the link between nodes if there are several. Ranks with GPUs measure the GPUs
+    and NCCL. Without torchrun, two gloo ranks are started on this machine's CPU.
 
     Args:
-        threads: The threads of each rank on a CPU.
+        threads: Number of threads of each rank on a CPU.
         seconds: Measurement time of each figure.
-        verbose: The first rank prints progress to stderr.
-        folder: The folder of a local disk, which is measured, too. None: the disk remains unknown.
-        compile: Kernels of ``torch.compile`` are measured, too. False: they are planned with the
+        verbose: Whether the first rank prints progress to stderr.
+        folder: A folder of a local disk to measure. None: the disk remains unknown.
+        compile: Whether to measure kernels of ``torch.compile``. False: they are planned with the
             rates of other operations.
 
     Raises:
         RuntimeError: With ``compile``, there is no C++ compiler, or compilation failed.
-        ValueError: Nodes have different numbers of ranks.
+        ValueError: The nodes have different numbers of ranks.
         OSError: The folder cannot be written, or has too little space.
     """
     if dist.is_initialized() or ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
@@ -144,15 +144,15 @@ def _measure(
 
 
 class _Meter:
-    """Measures one rank's part of this machine, concurrently with the other ranks.
+    """Measures one rank's share of this machine, concurrently with the other ranks.
 
     Args:
         hardware: The hardware of all ranks.
-        threads: The threads of each rank on a CPU.
+        threads: Number of threads of each rank on a CPU.
         seconds: Measurement time of each figure.
-        verbose: Print progress.
-        folder: The folder of a disk.
-        compiled: Measure kernels of ``torch.compile``.
+        verbose: Whether to print progress.
+        folder: A folder of a disk to measure, or None.
+        compiled: Whether to measure kernels of ``torch.compile``.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class _Meter:
         self._is_crowded = False
 
     def measure(self) -> Machine:
-        """Measure all figures."""
+        """Measure all figures, and return the machine."""
         nodes, ranks = self._hardware.num_nodes, self._hardware.ranks_per_node
         on_host = self._hardware.is_host
         kind = f"gloo ranks of {self._threads} thread(s)"
@@ -256,8 +256,8 @@ class _Meter:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
 
     def _link(self, what: str, axis: Axis, size: int) -> Link | None:
-        """The link between the ``size`` ranks of one axis, measured on all rows or columns at once;
-        None for one rank."""
+        """Returns the link between the ``size`` ranks of one axis, measured on all rows or columns
+        of the mesh at once. None for one rank."""
         gather = self._hardware.gather(axis)
         if gather is None:
             return None
@@ -269,7 +269,7 @@ class _Meter:
             busy = max(busy, self._beside_compute(gather, large_bytes))
             large = max(large, busy)
         # In an all-gather of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. If
-        # small ones were delayed, half of a large one's time is still attributed to its bytes.
+        # small messages were delayed, still attribute half of a large one's time to its bytes.
         small = min(small, large / 2)
         hops = size - 1
         sent = [num_bytes * hops / size for num_bytes in (large_bytes, _SMALL)]
@@ -282,9 +282,9 @@ class _Meter:
         return Link(bandwidth, latency, processor_share=share)
 
     def _message(self, gather: _Gather, num_bytes: int) -> tuple[float, float]:
-        """Seconds of an all-gather, in place as in the engine, and the seconds by which it delays
-        compute. (Sums of reductions are separate operations.) The data is not in caches, as after
-        the computation of a model."""
+        """Returns the seconds of an all-gather, in place as in the engine, and the seconds by which
+        it delays compute. (Sums of reductions are separate operations.) The data is not in caches,
+        as after the computation of a model."""
         send = partial(_send, gather, self._messages(num_bytes))
         others = [allocator.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
         for _ in range(3):
@@ -298,7 +298,7 @@ class _Meter:
             elapsed = self._hardware.seconds(send)
             own = time.thread_time() - thread
             found.append((elapsed, own + self._stolen(time.process_time() - process - own)))
-        # If a rank is late, threads of the others poll. The fast repetitions are without polling.
+        # If a rank is late, threads of the others poll. The fastest repetitions have no polling.
         low, busy = (statistics.quantiles(each, n=10)[0] for each in zip(*found, strict=True))
         if not self._hardware.is_host:
             busy = 0.0
@@ -307,8 +307,8 @@ class _Meter:
         return self._agree(low), self._agree(busy)
 
     def _beside_compute(self, gather: _Gather, num_bytes: int) -> float:
-        """Seconds by which an all-gather delays concurrent matrix products if there are no spare
-        cores. Threads that are preempted by the products receive its data in smaller pieces."""
+        """Returns the seconds by which an all-gather delays concurrent matrix products if there are
+        no spare cores. Threads preempted by the products receive data in smaller pieces."""
         messages = self._messages(num_bytes)
         operands = [allocator.zeros((512, 512), torch.float32, self._device) + 1 for _ in range(3)]
 
@@ -335,14 +335,14 @@ class _Meter:
         return self._agree(max(together - alone, 0.0) / _IN_A_ROW)
 
     def _messages(self, num_bytes: int) -> Iterator[Tensor]:
-        """A cycle of tensors whose total size exceeds the caches."""
+        """Returns a cycle of tensors whose total size exceeds the caches."""
         count = min(max(_CACHES // num_bytes, 2), 64)
         return itertools.cycle(
             [allocator.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]
         )
 
     def _stolen(self, of_other_threads: float) -> float:
-        """The part of the backend threads' time that delays compute; see
+        """Returns the part of the backend threads' time that delays compute; see
         [Note: Compute time of communication]."""
         spare = self._cores / self._hardware.ranks_per_node - self._threads
         return of_other_threads * (1.0 - min(max(spare, 0.0), 1.0))
@@ -357,9 +357,9 @@ class _Meter:
 
 
 def _dtypes_of(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes whose products are measured."""
+    """Returns the dtypes whose products are measured."""
     dtypes = _DTYPES.get(device.type, _DTYPES["cuda"])
-    # The fp8 formats of AMD's GPUs are others.
+    # AMD's GPUs have other fp8 formats.
     has_formats = device.type == "cuda" and torch.version.hip is None
     if has_formats and torch.get_device_module(device).get_device_capability(device) >= _WITH_FP8:
         return (torch.float8_e4m3fn, *dtypes)

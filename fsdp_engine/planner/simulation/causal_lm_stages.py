@@ -8,20 +8,20 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# Builds the module of a stage: of its index and the number of stages.
+# Builds the module of a stage from its index and the number of stages.
 Stages = Callable[[int, int], nn.Module]
 
-# Their decoder embeds tokens, runs `layers` and then `norm`, and takes embeddings as they are.
+# Types whose decoder embeds tokens, runs `layers` and then `norm`, and also accepts embeddings.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class CausalLMStages:
-    """Builds the stages of a causal language model of transformers, for
-    :func:`~fsdp_engine.simulate_pipeline` and for training.
+    """Builds the stages of a causal language model of transformers, for ``fe.simulate_pipeline``
+    and for training.
 
-    Each stage has an equal share of the decoder's layers; earlier stages have one less where the
-    number of stages does not divide them. The first stage has the embedding, too, the last one the
-    norm and the head.
+    Each stage has an equal share of the decoder's layers; if the number of stages does not divide
+    the layers, earlier stages have one layer less. The first stage also has the embedding, the last
+    one the norm and the head.
 
     ::
 
@@ -29,7 +29,7 @@ class CausalLMStages:
         module = stages(rank, num_stages)  # tokens or hidden states to hidden states or logits
 
     Args:
-        build: Returns the model, on any device. It is called for each stage.
+        build: Returns the model, on any device. It is called once per stage.
     """
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
@@ -39,7 +39,7 @@ class CausalLMStages:
         """Returns the module of stage ``index``.
 
         Raises:
-            ValueError: See :func:`check_stages`.
+            ValueError: The model cannot be split into ``num_stages`` stages.
         """
         model = self._build()
         check_stages(model, num_stages)
@@ -47,10 +47,10 @@ class CausalLMStages:
 
 
 def check_stages(model: Any, num_stages: int) -> None:
-    """Check that a model can be cut into stages.
+    """Check that a model can be split into stages.
 
     Raises:
-        ValueError: There are no stages for such a model, its head is tied to its embedding, or it
+        ValueError: The type of the model is not supported, its head is tied to its embedding, or it
             has fewer layers than ``num_stages``.
     """
     config: Any = getattr(model, "config", None)
@@ -74,7 +74,7 @@ def check_stages(model: Any, num_stages: int) -> None:
 
 
 def has_stages(model: Any, num_stages: int) -> bool:
-    """Whether a model can be cut into stages."""
+    """Returns whether a model can be split into stages."""
     try:
         check_stages(model, num_stages)
     except ValueError:
@@ -83,16 +83,16 @@ def has_stages(model: Any, num_stages: int) -> bool:
 
 
 def with_tp_plan(stage: nn.Module) -> nn.Module:
-    """The module of a stage that has the model's tensor-parallel plan."""
+    """Returns the module of a stage to which the model's tensor-parallel plan applies."""
     return stage.causal_lm if isinstance(stage, CausalLMStage) else stage
 
 
 class CausalLMStage(nn.Module):
-    """One stage.
+    """One stage of a causal language model.
 
     Attributes:
-        causal_lm: The model with the stage's modules alone. Parameters keep their names, except for
-            the numbers of layers. :func:`~fsdp_engine.apply_tp_plan` takes it.
+        causal_lm: The model, reduced to the stage's modules. Parameters keep their names, except
+            for the numbers of layers. ``fe.apply_tp_plan`` accepts this module.
     """
 
     def __init__(self, model: Any, index: int, num_stages: int) -> None:
@@ -102,7 +102,7 @@ class CausalLMStage(nn.Module):
         count = len(decoder.layers)
         own = slice(count * index // num_stages, count * (index + 1) // num_stages)
         decoder.layers = decoder.layers[own]
-        # The decoder reads the type of each layer by its number.
+        # The decoder looks up the type of each layer by its number.
         decoder.config = config = copy.copy(model.config)
         if getattr(config, "layer_types", None) is not None:
             config.layer_types = config.layer_types[own]
@@ -113,7 +113,7 @@ class CausalLMStage(nn.Module):
             model.lm_head = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``[batch, seq]`` or hidden states ``[batch, seq, width]`` to hidden states or
+        """Map tokens ``[batch, seq]`` or hidden states ``[batch, seq, width]`` to hidden states or
         logits ``[batch, seq, vocab]``."""
         name = "input_ids" if self.is_first else "inputs_embeds"
         x = self.causal_lm.model(**{name: x}, use_cache=False).last_hidden_state

@@ -1,19 +1,19 @@
-"""Asynchronous tensor parallelism: products whose operand is gathered, or whose result is reduced,
-in chunks beside them.
+"""Asynchronous tensor parallelism: products that overlap, in chunks, with the all-gather of their
+operand or the reduce-scatter of their result.
 
 [Note: Chunked products]
-With ``torch._inductor.config._micro_pipeline_tp`` inductor replaces an all-gather and the products
-that read its result, and a product and the reduce-scatter of its result, by operations of
-``torch.ops.symm_mem``, for groups with symmetric memory. torch's own pass does so here, too. Such
-an operation has a chunk for each rank (``torch/distributed/_symmetric_memory``): a gathered chunk
-is copied while the product of the one before it runs, and a chunk of a product is sent while the
-next one runs. Of n ranks, the first chunk of a product needs no message, and the last chunk of a
-reduced product none of its own rank, so an operation takes
+With ``torch._inductor.config._micro_pipeline_tp`` inductor replaces two patterns by operations of
+``torch.ops.symm_mem``, for groups with symmetric memory: an all-gather and the products that read
+its result, and a product and the reduce-scatter of its result. Simulations run the same pass of
+torch. Such an operation has a chunk for each rank (``torch/distributed/_symmetric_memory``): a
+gathered chunk is copied while the previous chunk is multiplied, and a chunk of a result is sent
+while the next one is computed. Of n ranks, the first chunk of a gathered product needs no
+communication, and the last chunk of a reduced product is the rank's own. So an operation takes
 
     max(product, message + product / n)
 
-and in addition a copy of this rank's chunk into symmetric memory, or the sum of the n chunks that
-it has received.
+plus the time to copy this rank's chunk into symmetric memory, or to sum the n chunks that it has
+received.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 NAMESPACE = "symm_mem"
 
-# Of nodes of a backward graph, by AOTAutograd's partitioner.
+# Tags of AOTAutograd's partitioner on the nodes of a backward graph.
 _TAG = "partitioner_tag"
 _OF_BACKWARD = ("is_backward", "must_be_in_backward")
 
@@ -45,14 +45,14 @@ _LAYOUT = "inductor_force_stride_order"
 
 @dataclass(frozen=True)
 class ChunkedProduct:
-    """An operation of :data:`NAMESPACE`.
+    """An operation of :data:`NAMESPACE` that combines a product and a collective.
 
     Attributes:
-        group: The group of ranks, each of which has a chunk.
-        is_gathered: Its first operand is gathered; else its result is reduced.
-        parts: The parts of a chunk, for each matrix that it is multiplied with: flops, bytes read
-            and written, and elements of the result.
-        message_bytes: The bytes of the gathered operand, or of the result before it is reduced.
+        group: The process group. Each of its ranks has a chunk.
+        is_gathered: Whether the first operand is gathered. False: the result is reduced.
+        parts: For each matrix that a chunk is multiplied with: flops, bytes read and written, and
+            elements of the result.
+        message_bytes: Bytes of the gathered operand, or of the result before it is reduced.
         dtype: The dtype of the operands.
     """
 
@@ -64,7 +64,7 @@ class ChunkedProduct:
 
     @classmethod
     def of(cls, func: Any, args: Any, out: Any) -> ChunkedProduct:
-        """The product of an operation of torch, its arguments and its result."""
+        """Returns the product for an operation of torch, its arguments and its result."""
         is_gathered = "all_gather" in func._overloadpacket.__name__
         name = [each for each in args if isinstance(each, str)][-1]
         group = _resolve_process_group(GroupName(name))
@@ -88,7 +88,7 @@ class ChunkedProduct:
 
 
 def chunk_products(graph: GraphModule) -> None:
-    """Replace products and collectives in a graph of aten operations, if inductor would."""
+    """Replace products and collectives in a graph of aten operations, if inductor would do so."""
     from torch._inductor import config
 
     if not config._micro_pipeline_tp:
@@ -96,11 +96,11 @@ def chunk_products(graph: GraphModule) -> None:
     from torch._inductor.fx_passes.micro_pipeline_tp import micro_pipeline_tp_pass
     from torch._inductor.fx_passes.post_grad import view_to_reshape
 
-    view_to_reshape(graph)  # which the pass expects
-    with patch("torch.distributed.is_nccl_available", lambda: True):  # the simulated torch has it
+    view_to_reshape(graph)  # the pass expects reshapes instead of views
+    with patch("torch.distributed.is_nccl_available", lambda: True):  # simulated devices have NCCL
         micro_pipeline_tp_pass(graph.graph)
     for node in list(graph.graph.nodes):
-        if _LAYOUT in str(node.target):  # the kernel before it writes in this order
+        if _LAYOUT in str(node.target):  # the previous kernel writes in this stride order
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
         elif node.op == "call_function" and "val" not in node.meta:
@@ -111,7 +111,8 @@ def chunk_products(graph: GraphModule) -> None:
 
 
 def is_of_backward(node: Node) -> bool:
-    """Whether a node of a backward graph is one of backward, not of a recomputed forward."""
+    """Returns whether a node of a backward graph belongs to backward, not to a recomputed
+    forward."""
     is_gradient = node.op == "placeholder" and node.name.startswith("tangents")
     return is_gradient or node.meta.get(_TAG) in _OF_BACKWARD
 
@@ -129,16 +130,16 @@ def _value(node: Node) -> Any:
 
 @contextmanager
 def simulated_symmetric_memory() -> Iterator[None]:
-    """Context in which programs enable symmetric memory for groups of a simulation. torch stores
-    their names, which other groups have afterwards."""
+    """Let programs enable symmetric memory for simulated groups in this context. At its end the
+    names of the groups are forgotten, since later groups may have the same names."""
     import torch.distributed._symmetric_memory as symmetric
 
     class Registered:
-        """In place of torch's binding, which knows groups for the life of the process."""
+        """Replaces torch's binding, which stores groups for the life of the process."""
 
         @staticmethod
         def set_group_info(*args: Any) -> None:
-            """Keep nothing."""
+            """Ignore the group."""
 
     with (
         patch.dict(symmetric._group_name_to_store),

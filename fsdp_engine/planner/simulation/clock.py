@@ -1,28 +1,28 @@
-"""The simulated clock: lanes that advance, and exposed communication.
+"""The simulated clock: lanes that advance in time, and exposed communication.
 
 [Note: Two clocks]
 On a machine whose host runs ahead there are two clocks. The *host's* clock advances with every
-call. The *device's* clock is that of its lanes: an operation on a lane starts when the host has
-issued it, previous operations on the lane are complete, and the tickets that it depends on are
+call. The *device's* clock is the clock of its lanes: an operation on a lane starts when the host
+has issued it, previous operations on the lane are complete, and the tickets that it depends on are
 reached. Waiting for a ticket takes no time by itself; it delays the next operation on the lane.
-Casts and sums of lanes are kernels of the same device, whose memory and processors compute needs:
-compute is later by their time. (On an H200 steps of compiled blocks take as long as all kernels of
-all streams together, to 1 %; on an H100 4 % less.)
-*Exposed* time is measured there: from the time at which compute could have started without the wait
-(issued, and the lane idle) to the time at which it starts.
+Casts and sums on other lanes are kernels of the same device and need the memory and processors of
+compute, so they delay compute by their time. (On an H200 steps of compiled blocks take as long as
+all kernels of all streams together, to 1 %; on an H100 4 % less.)
+*Exposed* time is measured on the device's clock: from the time at which compute could have started
+without the wait (issued, and the lane idle) to the time at which it starts.
 
 On a machine where the host computes, both clocks are the same. Lanes are then FIFOs like those of
-``HostLane``: an operation starts at its submission if its dependencies are complete, else at the
-next submission or wait on its lane, and waiting for it blocks the host. The host runs the part
-after its communication (sums, casts) when the operation is waited for, and its scratch memory is
-held until then. Memory therefore does not depend on the duration of communication.
+``HostLane``: an operation starts at its submission if its dependencies are complete, otherwise at
+the next submission or wait on its lane, and waiting for it blocks the host. The host runs the part
+after its communication (sums, casts) when it waits for the operation; scratch memory is held until
+then. Memory therefore does not depend on the duration of communication.
 
-Copies of offloaded state and activations run on lanes of theirs, those of main weights for gathers
-on the lane that encodes them, and share the link to the host or to the disk (``copies.py``). What
-the host computes on offloaded state, while it issues work to a device, takes its memory's
-bandwidth and time of its own clock, as a row of the timeline ("host work").
+Copies of offloaded state and activations run on lanes of their own; copies of main weights for
+gathers run on the lane that encodes them. All share the link to the host or to the disk
+(``copies.py``). If the host of a device computes on offloaded state, this uses the bandwidth of its
+memory and the time of its own clock, and is a row of the timeline ("host work").
 
-Steps beside forward run on a lane of their own, at the rate that they have alone.
+Optimizer steps beside forward run on a lane of their own, at the rate that they would have alone.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ from fsdp_engine.kernel_interface import allocator, lanes
 from fsdp_engine.planner.simulation.copies import Copy, CopyQueues, Direction
 from fsdp_engine.planner.simulation.machine import Machine
 
-# Collectives of the model itself, of tensor parallelism for example.
+# Lane of the model's own collectives, for example of tensor parallelism.
 MODEL_LANE = "tensor parallel"
-# Those of ring attention.
+# Lane of the collectives of ring attention.
 CONTEXT_LANE = "context parallel"
 
-# In the timeline: computation on the host of a device.
+# Row of the timeline for computation on the host of a device.
 HOST_WORK = "host work"
 
 
 class OwnCode(NamedTuple):
     """Host time of the engine's own Python code around each call of a lane (hooks of modules,
-    tickets, memory), in times of an operation."""
+    tickets, memory), in multiples of the time of an operation."""
 
     submission: int
     wait: int
     management: int
 
 
-# From steps of small blocks at all levels (``benchmarks/engine_host_time.py``), less the time of
-# their operations. On a device, whose lanes have events and streams, a unit takes that of some 35
-# operations at no_shard and of 65 to 100 at optim_grads_params, where it has 3 submissions, 3
-# waits, and 8 allocations and releases; on a CPU less.
+# Measured on steps of small blocks at all levels (``benchmarks/engine_host_time.py``), less the
+# time of their operations. On a device, whose lanes have events and streams, a unit takes the time
+# of about 35 operations at no_shard and of 65 to 100 at optim_grads_params, where it has 3
+# submissions, 3 waits, and 8 allocations and releases. On a CPU it takes less.
 _ON_DEVICES, _ON_HOSTS = OwnCode(15, 6, 4), OwnCode(6, 5, 1)
 
 
@@ -71,11 +71,11 @@ class Span:
     """The time interval of one operation on a lane.
 
     Attributes:
-        lane: Its name.
+        lane: The name of the lane.
         label: The label of the operation.
         phase: The phase of the program: "forward", "backward" or "step".
-        start, end: In seconds.
-        module: Name of the module whose operation it is; "" if it is none's.
+        start, end: Start and end in seconds.
+        module: Name of the module that the operation belongs to; "" if there is none.
     """
 
     lane: str
@@ -91,10 +91,9 @@ class Exposed:
     """A wait of compute for communication, or for copies of offloaded state or activations.
 
     Attributes:
-        unit: The unit, or for activations the block, whose communication or copy compute waited
-            for.
-        phase: "forward", "backward" or "step".
-        lane: Its lane.
+        unit: The unit whose communication compute waited for; for activations, the block.
+        phase: The phase of the program: "forward", "backward" or "step".
+        lane: The lane of the communication or copy.
         seconds: Duration of the wait.
         start: Start of the wait, on the time axis of spans.
     """
@@ -112,11 +111,11 @@ class Moment:
     dependencies. (Waiting for the cast of a gathered tensor is attributed to the gather.)
 
     Attributes:
-        known: Seconds since the start of the simulation, without those of ``copy``.
+        known: Seconds since the start of the simulation, without the time of ``copy``.
         label, lane: The label and lane of the longest operation.
-        seconds: Its duration.
-        copy: A copy of the operation, whose end later copies may move.
-        after_copy: Seconds from its end to the operation's.
+        seconds: The duration of the longest operation.
+        copy: A copy in the operation. Later copies may move its end.
+        after_copy: Seconds from the end of the copy to the end of the operation.
     """
 
     known: float
@@ -135,8 +134,8 @@ class Moment:
 
 
 class SimulatedTicket:
-    """The end of an operation on a lane. If the host computes, its time is known once the operation
-    has started."""
+    """The end of an operation on a lane. If the host computes, the time is known only after the
+    operation has started."""
 
     __slots__ = ("_clock", "_lane", "_start", "_steps", "done", "moment", "number")
 
@@ -146,15 +145,15 @@ class SimulatedTicket:
         self._lane = lane
         self._clock = clock
         self._start = start
-        self._steps: lanes.Steps | None = None  # the part after its communication
+        self._steps: lanes.Steps | None = None  # the part after the communication
         self.moment = moment
-        self.number = -1  # on a tape
+        self.number = -1  # index on a tape
         # Whether the host has waited for it, or it had no communication; as in HostTicket.
         self.done = False
 
     @property
     def time(self) -> float:
-        """The time at which it is reached."""
+        """The time at which the operation ends."""
         return self.moment.time
 
     def begin(self) -> None:
@@ -166,7 +165,7 @@ class SimulatedTicket:
             self.done = self._steps is None
 
     def finish(self) -> None:
-        """Run the part after the communication, after the host has waited for it."""
+        """Run the part after the communication. The host has waited for the communication."""
         self.done = True
         if self._steps is not None:
             steps, self._steps = self._steps, None
@@ -233,7 +232,7 @@ class SimulatedLane:
         return ticket
 
     def begin_through(self, ticket: SimulatedTicket) -> None:
-        """Start all operations up to and including that of ``ticket``."""
+        """Start all operations up to and including the one of ``ticket``."""
         while ticket in self._waiting:
             self._waiting.popleft().begin()
 
@@ -241,7 +240,7 @@ class SimulatedLane:
         """See :class:`~fsdp_engine.comm.lanes.Lane`."""
         moment = Moment(self._clock.reached(self), self.name, self.name)
         ticket = SimulatedTicket(self, self._clock, moment, None)
-        ticket.done = not self.runs_ahead  # otherwise the host has computed it already
+        ticket.done = not self.runs_ahead  # if the host computes, it has already run the operation
         return ticket
 
     def wait(self, *tickets: Any) -> None:
@@ -271,7 +270,7 @@ class SimulatedLane:
         self._clock.memory_changed()
 
     def drain(self) -> list[RuntimeError]:
-        """See :class:`~fsdp_engine.comm.lanes.Lane`. The host waits, if it runs ahead."""
+        """See :class:`~fsdp_engine.comm.lanes.Lane`. The host waits if it runs ahead."""
         while self._waiting:
             self._waiting.popleft().begin()
         if self.runs_ahead:
@@ -281,11 +280,11 @@ class SimulatedLane:
 
 @dataclass(frozen=True)
 class StepPart:
-    """What a part of a step, such as a microbatch, adds to it.
+    """The time, traffic and flops that a part of a step, such as a microbatch, adds to it.
 
     Attributes:
         seconds, compute_seconds, exposed_by_lane, sent_bytes, copied_bytes, model_flops,
-            seconds_at_peak: see :class:`~.simulate.Simulation`.
+            seconds_at_peak: See :class:`~.simulate.Simulation`.
     """
 
     seconds: float = 0.0
@@ -299,12 +298,12 @@ class StepPart:
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of the program, and the records of a step until then.
+    """A moment of the program, and the records of the step up to it.
 
     Attributes:
-        part: The step until then, without times of lanes; its seconds are the time at which compute
-            reaches the moment.
-        host: The time at which the host does.
+        part: The step up to the moment, without the times of lanes. Its ``seconds`` are the time at
+            which compute reaches the moment.
+        host: The time at which the host reaches the moment.
         num_spans, num_exposed: Lengths of the records.
     """
 
@@ -316,9 +315,9 @@ class Mark:
 
 @dataclass
 class _Work:
-    """The operation that runs: seconds so far of its communication, of its computation, and of the
-    delay of compute; the host's time at the end of what the host of a device computed for it; and
-    its copies of offloaded state, each with the operation's seconds before it."""
+    """The running operation: the seconds so far of its communication, of its computation, and of
+    the delay of compute; the host's time after computation on the host of a device; and its copies
+    of offloaded state, each with the operation's seconds before it."""
 
     lane: SimulatedLane
     sending: float = 0.0
@@ -333,12 +332,12 @@ class Clock:
 
     Args:
         machine: The machine.
-        num_ranks: The number of ranks of the job.
+        num_ranks: Number of ranks of the job.
 
     Attributes:
         machine, num_ranks: The arguments.
-        own_code: The time of the code of the engine on this machine.
-        host: The host's time.
+        own_code: The host time of the engine's own code on this machine.
+        host: The time of the host's clock.
         phase: The phase of the program: "build", "forward", "backward" or "step".
         spans: Operations in the order of their submission.
         exposed: Waits of compute for communication.
@@ -346,7 +345,7 @@ class Clock:
         copied_bytes: Bytes copied on lanes, by lane.
         model_flops, seconds_at_peak: The FLOPs of products, without recomputation, and the seconds
             that they take at the machine's peak.
-        entered: Lanes that run what compute would.
+        entered: Lanes that run operations instead of compute, the innermost last.
         every_lane: Lanes in the order in which they were made.
         memory_changed: Called when the engine has allocated or freed memory.
         module: Returns the name of the module whose operation runs.
@@ -365,41 +364,41 @@ class Clock:
         self.entered: list[SimulatedLane] = []
         self.memory_changed: Callable[[], None] = lambda: None
         self.module: Callable[[], str] = lambda: ""
-        # Those of a device, or of a CPU: see [Note: Lanes] in ``comm/lanes.py``.
+        # A device and a CPU have different lanes: see [Note: Lanes] in ``comm/lanes.py``.
         names = (*lanes.LANES, lanes.COPY_IN) if machine.host_runs_ahead else lanes.LANES
         self.own_code = _ON_DEVICES if machine.host_runs_ahead else _ON_HOSTS
         self.every_lane: list[SimulatedLane] = []
         self.lanes = {name: self.make_lane(name) for name in names}
         self._queues: dict[str, CopyQueues] = {}
-        self._copies: list[tuple[int, Copy]] = []  # of spans, by number
+        self._copies: list[tuple[int, Copy]] = []  # copies, with the indices of their spans
         self._compute = self.lanes[lanes.COMPUTE]
         self._of_model = {name: self.make_lane(name) for name in (MODEL_LANE, CONTEXT_LANE)}
         # The dependency of compute's next operation, and the phase in which it was added.
         self._awaited: SimulatedTicket | None = None
         self._awaited_in = ""
-        # The message of another stage that ends last of those that the operation depends on.
+        # The latest message of another stage that the next operation depends on.
         self._arrival: Moment | None = None
         self._arrived_in = ""
-        # The operation that runs on another lane, and the rest of the last one.
+        # The operation that runs on another lane, and the rest of the last operation.
         self._work: _Work | None = None
         self._rest: lanes.Steps | None = None
 
     def make_lanes(self, device: torch.device) -> lanes.Lanes:
-        """The lanes of an engine."""
+        """Returns the lanes of an engine."""
         del device
         return lanes.Lanes(*self.lanes.values())
 
     def make_other_lanes(self, names: Sequence[str]) -> Sequence[SimulatedLane]:
-        """Returns new lanes beside those of an engine."""
+        """Returns new lanes in addition to an engine's lanes."""
         return [self.make_lane(name) for name in names]
 
     def make_lane(self, name: str) -> SimulatedLane:
-        """A new lane."""
+        """Returns a new lane."""
         self.every_lane.append(SimulatedLane(self, name))
         return self.every_lane[-1]
 
     def restart(self) -> None:
-        """Forget the record of operations."""
+        """Clear the record of operations."""
         self.spans.clear()
         self.exposed.clear()
         self.sent_bytes.clear()
@@ -408,7 +407,7 @@ class Clock:
         self._copies.clear()
 
     def mark(self) -> Mark:
-        """This moment."""
+        """Returns a mark of the current moment."""
         part = StepPart(
             self.now,
             sent_bytes=dict(self.sent_bytes),
@@ -420,7 +419,7 @@ class Clock:
 
     @property
     def now(self) -> float:
-        """The time at which compute runs what the program issues."""
+        """The time at which compute runs an operation that the program issues now."""
         return max(self.host, self._compute.free)
 
     @property
@@ -435,7 +434,7 @@ class Clock:
             self._compute.free = self.host
 
     def compute(self, label: str, seconds: float) -> None:
-        """Run an operation of ``seconds`` on the lane whose operation runs."""
+        """Run an operation of ``seconds`` on the current lane."""
         self.call()
         if self._work is not None:
             self._work.computed += seconds
@@ -460,8 +459,8 @@ class Clock:
 
         Args:
             label: The label of the part.
-            part: Its times on the device.
-            host_seconds: That the host of a device needs to issue it.
+            part: The times of the part on the device.
+            host_seconds: The seconds that the host of a device needs to issue the part.
         """
         host, start = self.host, self._settle()
         end = start + part.compute_seconds
@@ -475,8 +474,8 @@ class Clock:
             self.host = host + host_seconds
 
     def compute_on_host(self, label: str, num_bytes: float) -> None:
-        """The host of a device reads and writes ``num_bytes`` of its own memory, at once, and
-        slows down copies beside it."""
+        """Let the host of a device read and write ``num_bytes`` of its memory. This happens
+        immediately, and slows down copies that run at the same time."""
         self.call()
         start = self.host
         self.host = self._queues_of(allocator.HOST).add(Direction.WORK, start, num_bytes).end
@@ -486,12 +485,12 @@ class Clock:
             self.spans.append(Span(HOST_WORK, label, self.phase, start, self.host))
 
     def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
-        """Run communication of ``seconds`` on the lane whose operation runs. Of
-        communication outside of lanes, which is small, only the host time is counted.
+        """Run communication of ``seconds`` on the current lane. Communication outside of lanes is
+        small, and only its host time is counted.
 
         Args:
             num_bytes: Bytes that this rank sends.
-            seconds: Duration.
+            seconds: Duration of the communication.
             of_compute: The delay of compute, if one processor computes and communicates.
         """
         self.call()
@@ -509,15 +508,15 @@ class Clock:
         of_compute: float = 0.0,
         lane_name: str = MODEL_LANE,
     ) -> SimulatedTicket:
-        """Start a collective of the model, which compute has reached, on a lane of its own.
+        """Start a collective of the model on a lane of its own, when compute reaches it.
 
         Args:
             name: The name of the operation.
             num_bytes, seconds, of_compute: See :meth:`send`.
-            lane_name: The lane.
+            lane_name: The name of the lane.
 
         Returns:
-            Its end, for :meth:`wait_for_model`.
+            The end of the collective, for :meth:`wait_for_model`.
         """
         self.call()
         lane, label = self._of_model[lane_name], f"{name} of {self.module() or 'the model'}"
@@ -536,9 +535,9 @@ class Clock:
         self.wait(self._compute, ticket)
 
     def wait_until(self, label: str, lane: str, start: float, end: float) -> None:
-        """Make compute wait for a message of another stage, on a row of the timeline of its own.
-        A collective that compute waits for, too, may start after it: its exposed time begins
-        then."""
+        """Make compute wait for a message of another stage, on a row of its own in the timeline. If
+        compute also waits for a collective, which may start after the message, the exposed time of
+        the collective begins at the end of the message."""
         moment = Moment(end, label, lane, end - start)
         if end > start:
             self.spans.append(Span(lane, label, self.phase, start, end))
@@ -549,13 +548,13 @@ class Clock:
             self._arrival, self._arrived_in = moment, self.phase
 
     def copy(self, place: str, direction: Direction, num_bytes: float) -> None:
-        """Copy between the device and another place on the lane whose operation runs, or, outside
-        of lanes, on compute's.
+        """Copy between the device and another place on the current lane. Outside of lanes, copy on
+        the compute lane.
 
         Args:
-            place: "host" or "disk".
-            direction: From the device's point of view.
-            num_bytes: The number of bytes of the copy.
+            place: The other place, "host" or "disk".
+            direction: The direction, from the device's point of view.
+            num_bytes: Number of bytes to copy.
         """
         queues = self._queues_of(place)
         into = direction is Direction.INTO
@@ -567,12 +566,12 @@ class Clock:
             return
         self.call()
         name = self._work.lane.name
-        self._work.sending += 0.0 if into else staging  # the first piece
-        # Where the host computes, it has when the copy begins.
+        self._work.sending += 0.0 if into else staging  # the first piece is staged before the copy
+        # If the host computes, its computation has ended when the copy begins.
         before = self._work.sending
         before += self._work.computed if self.machine.host_runs_ahead else 0.0
         self._work.copies.append((place, direction, num_bytes, before))
-        self._work.sending += staging if into else 0.0  # the last piece
+        self._work.sending += staging if into else 0.0  # the last piece is staged after the copy
         self.copied_bytes[name] = self.copied_bytes.get(name, 0.0) + num_bytes
 
     def _queues_of(self, place: str) -> CopyQueues:
@@ -621,7 +620,7 @@ class Clock:
         seconds: float,
         after: Sequence[SimulatedTicket],
     ) -> Moment:
-        """Run an operation's ``seconds`` behind ``after``; returns its end."""
+        """Run the ``seconds`` of an operation that depends on ``after``. Returns its end."""
         lane.free = max(start + seconds, self.host) if seconds else start
         if seconds:
             self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
@@ -638,7 +637,7 @@ class Clock:
         seconds: float,
         copies: Sequence[tuple[str, Direction, float, float]],
     ) -> Moment:
-        """Run an operation's copies between ``seconds`` of other work; returns its end."""
+        """Run the copies of an operation between its ``seconds`` of other work. Returns its end."""
         ready, done = max(start, self.host), 0.0
         for queues in self._queues.values():
             queues.forget(self.host)
@@ -654,8 +653,8 @@ class Clock:
         return lane.end
 
     def take_rest(self) -> lanes.Steps | None:
-        """The rest of the last operation, after its communication; None if there is none. Its
-        scratch memory is held until the rest has run."""
+        """Returns the rest of the last operation, after its communication, or None. Its scratch
+        memory is held until the rest has run."""
         steps, self._rest = self._rest, None
         return steps
 
@@ -691,17 +690,17 @@ class Clock:
         ticket.finish()
 
     def block_host(self, lane: SimulatedLane) -> None:
-        """Make the host of a device wait for all operations submitted to ``lane``. Compute, whose
-        work it issues, waits as well."""
+        """Make the host of a device wait for all operations submitted to ``lane``. Compute waits as
+        well, since the host issues no work meanwhile."""
         self._note_exposed(lane.end, max(self.host, self._compute.free), self.phase)
         self.host = self.reached(lane)
 
     def reached_by_compute(self) -> float:
-        """The time at which compute has run all that was issued."""
+        """Returns the time at which compute has run all issued operations."""
         return self.reached(self._compute)
 
     def reached(self, lane: SimulatedLane) -> float:
-        """The time at which all operations submitted to ``lane`` are complete."""
+        """Returns the time at which all operations submitted to ``lane`` are complete."""
         if lane is self._compute:
             dues = [each.time for each in (self._awaited, self._arrival) if each is not None]
             return max(lane.free, self.host, *dues)
@@ -715,7 +714,7 @@ class Clock:
         return self._compute.free
 
     def _settle(self) -> float:
-        """The start time of compute's next operation."""
+        """Returns the start time of compute's next operation, and records its exposed waits."""
         ready = max(self.host, self._compute.free)
         arrival, self._arrival = self._arrival, None
         if arrival is not None:
@@ -757,5 +756,6 @@ def _issue(steps: lanes.Steps) -> bool:
 
 
 def axis_of(lane: str) -> str:
-    """The axis of the communication on ``lane``, "inner" or "outer"; "inner" for encodings."""
+    """Returns the axis of the communication on ``lane``, such as "inner" or "tensor", or the kind
+    of its copies, "state" or "activations". Encodings are on "inner"."""
     return "inner" if lane == lanes.COPY_IN else lane.split()[0]

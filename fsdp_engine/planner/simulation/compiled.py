@@ -1,12 +1,13 @@
 """Simulates code that ``torch.compile`` compiles with inductor.
 
-Dynamo traces the code, and inductor's compiler decomposes its operations and partitions forward and
-backward, both on fake tensors. Where inductor would lower a graph to kernels, the graph becomes a
-:class:`_CompiledGraph`, which runs the kernels that ``fusion.py`` finds: results that are kept in
-memory are allocated, and the clock advances. Backward's saved tensors are those of the partition.
+Dynamo traces the code. Inductor's compiler decomposes its operations and partitions forward and
+backward. Both work on fake tensors. Instead of lowering a graph to kernels, a simulation makes a
+:class:`_CompiledGraph` of it, which runs the kernels that ``fusion.py`` finds: it allocates the
+results that are kept in memory, and advances the clock. The tensors saved for backward are those
+that the partitioner selects.
 
-Dynamo stores compiled code with the code that it has traced. When the last simulation ends, it is
-removed from the code that had none before, so that compiling for training starts anew.
+Dynamo stores compiled code with the code objects that it has traced. When the last simulation ends,
+the code that simulations compiled is removed, so that compiling for training starts afresh.
 """
 
 from __future__ import annotations
@@ -49,37 +50,38 @@ from fsdp_engine.planner.simulation.memory_access import num_bytes_of, tensors_o
 from fsdp_engine.planner.simulation.module_names import ModuleNames
 from fsdp_engine.planner.simulation.operations import Operations
 
-# Of Dynamo: shapes are not generalized, and code is compiled for all shapes that are simulated.
+# Settings of Dynamo: shapes are not generalized, and code is compiled for every simulated shape.
 _DYNAMO = {
     "automatic_dynamic_shapes": False,
     "recompile_limit": 10_000,
     "accumulated_recompile_limit": 100_000,
 }
-# Of AOTAutograd: nothing is read from caches of real compilations, or written to them, and no mode
-# watches custom operations when a graph first runs.
+# Settings of AOTAutograd: caches of real compilations are neither read nor written, and no mode
+# checks custom operations when a graph first runs.
 _AOT = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
     "check_custom_op_aliasing": False,
 }
 
-# Operations whose recomputation draws the same random numbers, with their state of the generator.
+# Operations that run a random operation and save or restore the generator's state, so that a
+# recomputation draws the same random numbers.
 _SAVES_STATE, _RESTORES_STATE = "run_and_save_rng_state", "run_with_rng_state"
-_STATE_BYTES = 5056  # of a CPU's generator
-# Torch's function that makes these operations of random ones that are recomputed.
+_STATE_BYTES = 5056  # size of the state of a CPU's generator
+# torch's function that inserts these operations for random operations that are recomputed.
 _KEEPS_STATES = "functionalize_rng_ops"
 
 _HOOKS_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
-_has_rules = False  # Dynamo has its rules of torch's functions, made by a simulation
-_running = 0  # simulations, or plans of several
+_has_rules = False  # whether a simulation has made Dynamo's rules
+_running = 0  # number of running simulations, or plans of several
 _codes_before: list[Any] = []
-_graphs_before = 0  # that Dynamo has traced
+_graphs_before = 0  # number of graphs that Dynamo had traced at the last call of free_traces
 
 
 @contextmanager
 def simulated_compiler() -> Iterator[None]:
-    """Context in which inductor compiles for simulations."""
+    """Let ``torch.compile`` compile for simulations in this context."""
     global _running, _codes_before
     if not _running:
         _codes_before = _compiled_codes()
@@ -100,8 +102,9 @@ def simulated_compiler() -> Iterator[None]:
 
 
 def free_traces() -> None:
-    """Free what Dynamo has traced since the last call: its objects refer to each other, and to
-    arguments of the traced call, whose memory the collector would free at any time."""
+    """Free the graphs that Dynamo has traced since the last call. Their objects are in reference
+    cycles, and refer to arguments of the traced call, whose memory the collector would free at any
+    time."""
     global _graphs_before
     utilities = sys.modules.get("torch._dynamo.utils")
     graphs = 0 if utilities is None else utilities.counters["stats"]["unique_graphs"]
@@ -112,9 +115,9 @@ def free_traces() -> None:
 
 @contextmanager
 def kept_rules() -> Iterator[None]:
-    """Context in which ``init_process_group`` keeps Dynamo's rules of torch's functions, once a
-    simulation has made them: a tenth of the time of a small simulation. torch clears them because
-    they may have been made while torch was being imported."""
+    """Keep Dynamo's rules of torch's functions when ``init_process_group`` is called in this
+    context, once a simulation has made them. Making them takes a tenth of the time of a small
+    simulation. torch clears them because they may have been made while torch was imported."""
     if not _has_rules:
         yield
         return
@@ -126,12 +129,12 @@ def kept_rules() -> Iterator[None]:
 
 @contextmanager
 def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -> Iterator[None]:
-    """Context in which calls of compiled modules of ``model`` are traced without hooks of
-    ``names``.
+    """Trace calls of the model's compiled modules in this context without the hooks of ``names``.
 
     Args:
         model, names: The model and the module names of the simulation.
-        on_device: Where a device computes, the state of random numbers is no result of a graph.
+        on_device: Whether a device computes. Then states of random numbers are not results of
+            graphs.
     """
     global _has_rules
     for module in model.modules():
@@ -141,7 +144,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
         elif _is_optimized(module):
             module.forward = names.as_one(module, torch_s_kernels()(module.forward))
     with warnings.catch_warnings(), ExitStack() as stack:
-        # Hooks of ``names`` on a compiled module itself are meant.
+        # The hooks of ``names`` on a compiled module itself are intended.
         warnings.filterwarnings("ignore", _HOOKS_WARNING)
         if "torch._dynamo" in sys.modules:
             from torch._dynamo import config as dynamo
@@ -149,7 +152,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
             from torch._functorch import config as aot
             from torch._functorch import partitioners
 
-            # Made when it is first asked for, of the functions that torch has then.
+            # This call makes the rules, from the functions that torch has at this time.
             trace_rules.get_torch_obj_rule_map()
             _has_rules = True
 
@@ -164,21 +167,21 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
 def _without_states(
     joint: GraphModule, forward: GraphModule, backward: GraphModule, num_sym_nodes: int
 ) -> tuple[GraphModule, GraphModule]:
-    """Return the parts of a joint graph without states of random numbers, which generators of
-    devices keep. Those of a CPU, which fake tensors take, are results of forward, and in torch 2.13
-    they follow meshes of DTensors, which have to be the last."""
+    """Returns the parts of a joint graph without states of random numbers, which a device's
+    generator keeps. The states of a CPU's generator, which fake tensors use, are results of
+    forward. In torch 2.13 they follow the meshes of DTensors, which must be the last results."""
     del joint, num_sym_nodes
     return forward, backward
 
 
 def compile_blocks(model: nn.Module, units: Any = None) -> None:
-    """Call ``compile()`` of the blocks, unless it was called.
+    """Call ``compile()`` of each block that is not compiled yet.
 
     Args:
         model, units: See :func:`~fsdp_engine.checkpoint_units`.
 
     Raises:
-        ValueError: There are no blocks.
+        ValueError: The model has no blocks.
     """
     blocks = find_blocks(model, units)
     if not blocks:
@@ -192,12 +195,12 @@ def compile_blocks(model: nn.Module, units: Any = None) -> None:
 
 
 def _is_optimized(module: nn.Module) -> bool:
-    """Whether a module is the result of ``torch.compile(module)``."""
+    """Returns whether a module is the result of ``torch.compile(module)``."""
     return type(module).__name__ == "OptimizedModule"
 
 
 def _compiled_codes() -> list[Any]:
-    """Code objects with which Dynamo has stored compiled ones."""
+    """Returns the code objects for which Dynamo has stored compiled code."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     if frames is None:
         return []
@@ -207,7 +210,7 @@ def _compiled_codes() -> list[Any]:
 
 
 def _compile(backend: Any, model: Any, inputs: Any, **options: Any) -> Any:
-    """Compile a graph of Dynamo as ``_TorchCompileInductorWrapper`` does, but for its kernels."""
+    """Compile a graph of Dynamo like ``_TorchCompileInductorWrapper``, except for its kernels."""
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**backend.config, **(options.get("config_patches") or {})}
@@ -215,7 +218,7 @@ def _compile(backend: Any, model: Any, inputs: Any, **options: Any) -> Any:
 
 
 def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Where inductor compiles one graph."""
+    """Returns a function that simulates a graph. Replaces inductor's compilation of one graph."""
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 
@@ -233,8 +236,8 @@ def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> An
 
 
 def _visible(run: Callable[[list[Any]], Any], graph: GraphModule) -> Any:
-    """``run`` as an operation that modes of selective checkpoints see, as inductor makes one of it
-    with this option."""
+    """Returns ``run`` as an operation that modes of selective checkpoints see. Inductor does the
+    same if ``wrap_inductor_compiled_regions`` is set."""
     from torch._higher_order_ops import wrap
 
     kind = getattr(wrap, "InductorCompiledCallable", None)
@@ -249,15 +252,15 @@ def _visible(run: Callable[[list[Any]], Any], graph: GraphModule) -> Any:
 
 
 class _CompiledGraph:
-    """A graph of inductor, run on the clock.
+    """A graph of inductor that runs on the simulated clock.
 
     Args:
         graph: The graph of aten operations.
-        donated: Numbers of inputs whose memory it may write.
-        is_backward: Whether it is one of backward.
+        donated: Indices of inputs whose memory the graph may overwrite.
+        is_backward: Whether this is a backward graph.
 
     Raises:
-        NotImplementedError: It has symbolic shapes.
+        NotImplementedError: The graph has symbolic shapes.
     """
 
     def __init__(self, graph: GraphModule, donated: Sequence[int], *, is_backward: bool) -> None:
@@ -290,7 +293,7 @@ class _CompiledGraph:
                 [n for each in part for n in (each, *views.get(each, ()))] for part in (early, late)
             )
             self._steps.append((kernel, before, after))
-        # Results of one operation are freed one by one.
+        # Each result of an operation with several results is freed after its own last use.
         last: dict[Node, int] = {}
         for number, kernel in enumerate(kernels):
             unfused = [] if kernel.is_fused else kernel.nodes[0].all_input_nodes
@@ -302,7 +305,7 @@ class _CompiledGraph:
                 self._steps[number][2].extend(of_node)
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run all kernels. ``args`` is emptied, as by inductor."""
+        """Run all kernels. ``args`` is emptied, as in inductor."""
         values: dict[Node, Any] = dict(zip(self._inputs, args, strict=True))
         args.clear()
         mode = _operations()
@@ -330,7 +333,7 @@ class _CompiledGraph:
         args, kwargs = self._arguments(values, node)
         assert callable(node.target)
         if name_of(node) in (FORWARD, BACKWARD):
-            # A kernel that inductor generates, not an operation that modes see.
+            # Inductor generates this kernel. Modes do not see it as an operation.
             values[node] = _allocate(value_of(node))
             num_bytes = sum(map(num_bytes_of, tensors_of((args, values[node]))))
             mode.flex_attention(flex_kernel(name_of(node), args), num_bytes)
@@ -352,7 +355,7 @@ class _CompiledGraph:
         return map_arg(node.args, get), map_arg(node.kwargs, get)
 
     def _value(self, values: dict[Node, Any], node: Node) -> Any:
-        """The value of a node: computed by a kernel, a view, or a constant."""
+        """Returns the value of a node, which is computed by a kernel, a view, or a constant."""
         if node in values:
             return values[node]
         if node.op == "get_attr":
@@ -367,7 +370,7 @@ class _CompiledGraph:
 
 
 def _set_state_size(node: Node) -> None:
-    """Set the results of an operation that also saves a random state, whose size is symbolic."""
+    """Set the results of an operation that saves a random state, since their size is symbolic."""
     elements = {each.args[1]: each for each in node.users}
     first = elements.get(0)
     state = _new_state()
@@ -395,7 +398,7 @@ def _check_shapes(nodes: Sequence[Node]) -> None:
 
 
 def _allocate(value: Any) -> Any:
-    """New memory for a result."""
+    """Allocate memory for a result, and return it."""
     if isinstance(value, tuple | list):
         return [_allocate(each) for each in value]
     if not isinstance(value, Tensor):
@@ -409,7 +412,7 @@ def _allocate(value: Any) -> Any:
 
 
 def _operations() -> Operations:
-    """The mode of the running simulation."""
+    """Returns the mode of the running simulation."""
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, Operations):
             return mode

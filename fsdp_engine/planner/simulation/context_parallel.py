@@ -1,16 +1,16 @@
 """Context parallelism in a simulation: torch's own ``context_parallel``, on fake tensors.
 
 Within :meth:`ContextParallel.shards`, torch's context manager shards the batch along the sequence,
-load-balanced for causal attention, and ``scaled_dot_product_attention`` is torch's ring attention
-(``torch.distributed.tensor.experimental``), which issues collectives, and a kernel for each block
-of keys. Two things differ from training:
+load-balanced for causal attention, and replaces ``scaled_dot_product_attention`` by torch's ring
+attention (``torch.distributed.tensor.experimental``). Ring attention issues collectives, and one
+kernel for each block of keys. Two things differ from training:
 
-    the kernel        fake tensors are on the CPU, where ``scaled_dot_product_attention`` selects a
-                      kernel that has no ring attention. FlashAttention's operation is called, which
-                      CUDA has (``aten._scaled_dot_product_flash_attention``).
-    asynchronous      torch waits for collectives of fake tensors at once, since those are usually
-    collectives       traced. Within ring attention it waits where it does in training: the
-                      messages run beside the attention of the block before.
+    the kernel        Fake tensors are on the CPU, where ``scaled_dot_product_attention`` selects a
+                      kernel without ring attention. The simulation calls FlashAttention's operation
+                      of CUDA instead (``aten._scaled_dot_product_flash_attention``).
+    asynchronous      torch waits immediately for collectives of fake tensors, since those are
+    collectives       usually traced. Within ring attention the simulation waits where training
+                      does: communication overlaps with the attention of the previous block.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _RINGS: list[Place] = [
 
 
 def check_context_parallel(context_parallel: int, size: int, machine: Machine) -> None:
-    """Check a context-parallel degree.
+    """Check a degree of context parallelism.
 
     Args:
         context_parallel: The degree.
-        size: The ranks of the engine's inner axis, which it has to divide.
+        size: Number of ranks on the engine's inner axis, which the degree must divide.
         machine: The simulated machine.
 
     Raises:
-        TypeError, ValueError: It is not a divisor, or the machine's host computes.
+        TypeError, ValueError: The degree is not a divisor, or the machine is a CPU.
     """
     check_count("context_parallel", context_parallel, "1 rank or more")
     if size % context_parallel:
@@ -65,10 +65,10 @@ def check_context_parallel(context_parallel: int, size: int, machine: Machine) -
 
 
 class ContextParallel:
-    """The context-parallel ranks of a simulation.
+    """The context-parallel group of a simulated rank.
 
     Args:
-        mesh: The mesh of these ranks, one axis.
+        mesh: The mesh of the group's ranks, with one axis.
         operations: The operations of the simulation.
     """
 
@@ -77,10 +77,11 @@ class ContextParallel:
         self._operations = operations
 
     def check_batch(self, inputs: Any) -> None:
-        """Check that sequences can be sharded.
+        """Check that the sequences of a batch can be sharded.
 
         Raises:
-            ValueError: No tensor has a dimension 1, or its size is not divisible.
+            ValueError: No tensor has a dimension 1, or its size is not a multiple of twice the
+                ranks.
         """
         length, divisor = sequence_length(inputs), 2 * self._mesh.size()
         if length is None:
@@ -96,15 +97,15 @@ class ContextParallel:
 
     @contextmanager
     def shards(self, inputs: Any, *, needs_attention: bool = True) -> Iterator[None]:
-        """Context of the forward and backward of one batch. Tensors whose dimension 1 is the
-        sequence are sharded in place, and restored at its end.
+        """Shard sequences during the forward and backward of one batch. Tensors whose dimension 1
+        is the sequence are sharded in place, and restored at the end.
 
         Args:
-            inputs: With one such tensor at least.
-            needs_attention: There must be ring attention.
+            inputs: The batch. At least one of its tensors has a sequence.
+            needs_attention: Whether to require that ring attention runs.
 
         Raises:
-            ValueError: No attention of the forward was ring attention.
+            ValueError: The forward did not run ring attention, although it is required.
             SimulationError: torch's context manager raised an exception.
         """
         length = sequence_length(inputs)
@@ -114,12 +115,12 @@ class ContextParallel:
         before = self._operations.num_ring_attentions
         with ExitStack() as stack:
             own: dict[Place, Any] = {place: _asynchronous(getattr(*place)) for place in _RINGS}
-            # In which torch keeps functions that it has replaced, and their meshes, for ever.
+            # torch keeps replaced functions, and their meshes, in this dict forever.
             own[_attention, "_replaced_functions"] = {}
-            # torch's context manager replaces it again, by a function that calls it with DTensors.
+            # torch's context manager wraps this function in one that calls it with DTensors.
             kernel = self._kernel()
             stack.enter_context(replaced({**own, (F, kernel.__name__): kernel}))
-            # Ring attention takes no masks; training drops them (``accelerate``'s hooks do).
+            # Ring attention takes no masks. Training drops them, too (by ``accelerate``'s hooks).
             stack.enter_context(masks_of_rows())
             with as_simulation_error("sharding the batch along the sequence"):
                 stack.enter_context(
@@ -146,9 +147,9 @@ class ContextParallel:
             dropout_p: float = 0.0,
             is_causal: bool = False,
             scale: float | None = None,
-            enable_gqa: bool = False,  # the kernel takes fewer heads of keys anyway
+            enable_gqa: bool = False,  # the kernel always accepts fewer heads of keys
         ) -> Tensor:
-            # Dynamo traces this in checkpointed blocks: it must have no side effects.
+            # Dynamo traces this function in checkpointed blocks, so it must have no side effects.
             if attn_mask is not None:
                 raise ValueError(
                     "context_parallel: expected attention without a mask, with is_causal instead "
@@ -169,7 +170,7 @@ class ContextParallel:
 
 
 def _asynchronous(ring: Callable[..., Any]) -> Callable[..., Any]:
-    """Ring attention whose collectives of fake tensors are asynchronous."""
+    """Returns ring attention with asynchronous collectives of fake tensors."""
 
     @wraps(ring)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -185,5 +186,5 @@ def _tensors(inputs: Any) -> list[Tensor]:
 
 
 def sequence_length(inputs: Any) -> int | None:
-    """The size of dimension 1 of the first tensor that has one."""
+    """Returns the size of dimension 1 of the first tensor that has this dimension, or None."""
     return next((each.shape[1] for each in _tensors(inputs) if each.ndim > 1), None)

@@ -1,18 +1,18 @@
 """Copies between a device and a place of offloaded tensors, in simulated time.
 
-Copies of one direction run one after the other, as on a copy engine of a device or in a thread of a
+Copies in one direction run one after the other, as on a device's copy engine or in a thread of a
 disk. While both directions are busy, each runs at its own rate times ``both / (into + out)``, if
-that is less than 1. Work of the host reads and writes the memory that copies read and write: while
-it runs beside them, all run at their rates times ``host_rate / (sum of their rates)``.
+this factor is less than 1. Work of the host accesses the same host memory as the copies: while both
+run, all their rates are multiplied by ``host_rate / (sum of the rates)``.
 
-A copy is added when the simulated host submits it, which may be before or after copies that run at
-the same time are known. A later copy therefore moves the ends of earlier ones that overlap with it.
-Operations that were already simulated to start at an earlier end do not move. In the optimizer's
-step there are none: compute waits for a chunk's copies only when the copies beside them have been
-submitted. In backward there are, if the copy for a gather takes longer than the unit before it
-computes: that unit's gradients, whose copy is submitted later, lengthen it, and the gather has been
-simulated to start up to that much early. Delays do not add up, since the next copy in its direction
-starts at the true end.
+A copy is added when the simulated host submits it. Copies that run at the same time may be added
+earlier or later, so a later copy moves the ends of earlier ones that overlap with it. Operations
+that were already simulated to start at an earlier end do not move. In the optimizer step there are
+no such operations: compute waits for a chunk's copies only after all overlapping copies have been
+submitted. In backward there are, if the copy for a gather takes longer than the compute of the unit
+before it: the copy of that unit's gradients is submitted later and lengthens the first copy, so the
+gather was simulated to start too early by up to this delay. Such errors do not add up, since the
+next copy in the same direction starts at the corrected end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 
 class Direction(Enum):
-    """Of a copy: ``INTO`` the memory where state is used, or ``OUT`` of it; or ``WORK`` of the host
-    in its own memory."""
+    """The direction of a copy: ``INTO`` the memory where state is used, or ``OUT`` of it; or
+    ``WORK`` of the host in its own memory."""
 
     INTO = "into"
     OUT = "out"
@@ -36,30 +36,30 @@ class Direction(Enum):
 
 @dataclass(eq=False)
 class Copy:
-    """One copy, or work of the host.
+    """One copy, or one piece of the host's work.
 
     Attributes:
-        ready: The time from which it may start.
-        num_bytes: Its size.
-        start, end: As far as overlapping copies are known.
+        ready: The earliest time at which it may start.
+        num_bytes: Number of bytes to copy.
+        start, end: Start and end times, as far as overlapping copies are known.
     """
 
     ready: float
     num_bytes: float
     start: float = 0.0
     end: float = 0.0
-    # Times from which on it runs at a rate.
+    # Each time at which the rate changes, and the rate from then on.
     _rates: list[tuple[float, float]] = field(default_factory=list, repr=False)
     _left: float = field(default=0.0, repr=False)
 
     def begin(self, free: float) -> None:
-        """It starts when it is ready, and its direction is ``free``."""
+        """Start the copy when it is ready and its direction is ``free``."""
         self.start = max(self.ready, free)
         self._left = self.num_bytes
         self._rates = []
 
     def return_to(self, time: float) -> None:
-        """Forget what it transfers from ``time`` on."""
+        """Discard the transfers after ``time``."""
         self._rates = [each for each in self._rates if each[0] < time]
         self._left = self.num_bytes
         end = time
@@ -68,24 +68,24 @@ class Copy:
             end = begin
 
     def end_at(self, now: float, rate: float) -> float:
-        """Its end, if it runs at ``rate`` from ``now`` on."""
+        """Returns the end time at a constant ``rate`` from ``now`` on."""
         return now + self._left / rate
 
     def run(self, now: float, until: float, rate: float) -> None:
-        """It runs at ``rate``."""
+        """Transfer bytes at ``rate`` from ``now`` until ``until``."""
         self._rates.append((now, rate))
         self._left -= (until - now) * rate
 
 
 class CopyQueues:
-    """The copies of a link.
+    """The queues of copies on one link, one queue per direction.
 
     Args:
         link: The link.
-        host_rate: Bytes per second of the host's memory, of a rank.
+        host_rate: Bytes per second of host memory that one rank can access.
 
     Attributes:
-        link: See the argument.
+        link: The argument of that name.
     """
 
     def __init__(self, link: TwoWayLink, host_rate: float = math.inf) -> None:
@@ -94,12 +94,12 @@ class CopyQueues:
         self._queues: dict[Direction, list[Copy]] = {each: [] for each in Direction}
 
     def add(self, direction: Direction, ready: float, num_bytes: float) -> Copy:
-        """Add a copy behind those of its direction."""
+        """Append a copy to the queue of its direction."""
         copy, queue = Copy(ready, num_bytes), self._queues[direction]
         copy.begin(queue[-1].end if queue else -math.inf)
         queue.append(copy)
         now = copy.start + self._latency(direction)
-        # Nothing before that changes, and in its direction there is nothing behind it.
+        # Nothing before `now` changes. The new copy is the last in its direction.
         later = {direction: [copy]}
         for way, others in self._queues.items():
             if way is not direction:
@@ -113,7 +113,7 @@ class CopyQueues:
         return copy
 
     def forget(self, time: float) -> None:
-        """Forget all copies if they end at ``time`` or before; no copy can start before it."""
+        """Clear the queues if all copies have ended at ``time``. No copy may start before it."""
         if all(queue[-1].end <= time for queue in self._queues.values() if queue):
             for queue in self._queues.values():
                 queue.clear()
@@ -122,7 +122,7 @@ class CopyQueues:
         return 0.0 if way is Direction.WORK else self.link.latency
 
     def _rates(self, busy: Sequence[Direction]) -> dict[Direction, float]:
-        """Bytes per second of each direction, while these are busy."""
+        """Returns the bytes per second of each direction, while the directions in ``busy`` run."""
         link = self.link
         rates = {Direction.INTO: link.into, Direction.OUT: link.out}
         if all(way in busy for way in rates) and math.isfinite(link.both):
@@ -135,11 +135,11 @@ class CopyQueues:
         return rates
 
     def _settle(self, waiting: dict[Direction, Iterator[Copy]], now: float) -> None:
-        """Determine starts and ends of copies that transfer bytes from ``now`` on; the first of a
-        direction has started."""
+        """Compute starts and ends of the copies that transfer bytes from ``now`` on. The first copy
+        of each direction has started."""
         at_work = {way: copy for way, each in waiting.items() if (copy := next(each, None))}
         while at_work:
-            # A copy transfers bytes after the latency.
+            # A copy starts to transfer bytes after the latency.
             begins = {way: copy.start + self._latency(way) for way, copy in at_work.items()}
             busy = [way for way, begin in begins.items() if begin <= now]
             later = [begin for begin in begins.values() if begin > now]

@@ -1,16 +1,16 @@
-"""Functions that are one kernel on devices and several on the CPU.
+"""Functions that are one kernel on devices and several kernels on the CPU.
 
-Fake tensors take the CPU's kernels. Where those differ, what autograd keeps would be that of a CPU,
-and so would be the bytes that are moved:
+Fake tensors use the CPU's kernels. If these differ from a device's kernels, autograd would save the
+tensors of a CPU, and the simulation would count the bytes that a CPU accesses:
 
     attention with dropout   the CPU keeps the scores of all heads; devices draw them again
-    dropout                  the CPU keeps a mask of the input's dtype; devices one of bytes
+    dropout                  the CPU keeps a mask of the input's dtype; devices keep one of bytes
     rms_norm                 the CPU has functions in fp32 that keep their inputs; devices keep the
-                             input and a number for each row, as ``layer_norm``, which is called in
-                             its place (it keeps two, on the CPU of the input's dtype)
+                             input and a number for each row, like ``layer_norm``, which replaces it
+                             (it keeps two, on the CPU in the input's dtype)
 
-``flex_attention`` has no backward for the CPU, and no largest scores among its results. It checks
-this itself, and no check is made of fake tensors.
+On the CPU ``flex_attention`` has no backward and does not return the largest scores. It checks for
+this itself; the checks are skipped for fake tensors.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.nn.attention import flex_attention as flex
 
 @contextmanager
 def device_kernels() -> Iterator[None]:
-    """Context in which these functions of torch have the kernels of devices for fake tensors. They
-    are replaced where they are looked up: a mode for functions of torch would not see those that
-    other functions call, as backward calls a checkpointed forward."""
+    """Use the kernels of devices for fake tensors in this context. The functions are replaced in
+    their modules. A torch function mode would not see calls from inside other functions, such as
+    the calls of a checkpointed forward in backward."""
     options = getattr(*_FLEX_OPTIONS)
     checks = {_FLEX_DEVICE: _any_device, _FLEX_OPTIONS: _with_largest_scores(options)}
     stand_ins = {place: for_fake_tensors(place, each) for place, each in _STAND_INS.items()}
@@ -41,8 +41,8 @@ def device_kernels() -> Iterator[None]:
 
 @contextmanager
 def torch_s_kernels() -> Iterator[None]:
-    """Context without those of :func:`device_kernels`, for code that Dynamo traces: compilers fuse
-    functions anyway."""
+    """Undo :func:`device_kernels` in this context, for code that Dynamo traces. Compilers fuse
+    these functions in any case."""
     with replaced({place: getattr(now, "__wrapped__", now) for place, now in _found().items()}):
         yield
 
@@ -57,10 +57,10 @@ def _found() -> dict[Place, Callable[..., Tensor]]:
 
 @contextmanager
 def replaced(functions: Mapping[Place, Any]) -> Iterator[None]:
-    """Context in which functions, or other values, of modules are replaced.
+    """Replace functions or other values of modules in this context.
 
     Args:
-        functions: By module and name.
+        functions: The replacements, by module and name.
     """
     before = {(module, name): getattr(module, name) for module, name in functions}
     try:
@@ -73,8 +73,8 @@ def replaced(functions: Mapping[Place, Any]) -> Iterator[None]:
 
 
 def for_fake_tensors(place: Place, stand_in: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function of a place that calls ``stand_in``, with itself as the first argument,
-    for fake tensors."""
+    """Returns the function at ``place``, wrapped. For fake tensors, the wrapper calls ``stand_in``
+    with the function as the first argument."""
     function = getattr(*place)
 
     @wraps(function)
@@ -95,7 +95,7 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Without dropout, of which a kernel keeps the state of the random numbers alone."""
+    """Call attention without dropout: with dropout, a kernel saves only the generator's state."""
     return function(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
@@ -118,20 +118,20 @@ def _rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
 ) -> Tensor:
-    # Devices have a kernel for one dtype, too.
+    # If dtypes differ, devices run several kernels, too.
     if weight is None or weight.dtype == input.dtype:
         return F.layer_norm(input, normalized_shape, weight, None, eps or _EPSILON)
     return function(input, normalized_shape, weight, eps)
 
 
 def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """In place of the check that attention on the CPU has no backward. Dynamo traces it."""
+    """Replaces the check that attention on the CPU has no backward. Dynamo traces it."""
     del query, key, value
 
 
 def _with_largest_scores(options: Callable[..., Any]) -> Callable[..., Any]:
-    """``options``, which makes options of kernels, without its check that the CPU returns no
-    largest scores. Dynamo traces it."""
+    """Returns ``options``, which makes kernel options, without its check that the CPU does not
+    return the largest scores. Dynamo traces it."""
 
     def call(
         query: Tensor,
@@ -150,12 +150,12 @@ def _with_largest_scores(options: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# Of what tensors without values are divided by; any.
+# Any positive number. Without values the result does not matter.
 _EPSILON = 1e-6
-# The checks of ``flex_attention``.
+# The checks of ``flex_attention`` that are replaced.
 _FLEX_DEVICE: Place = (flex, "_validate_device")
 _FLEX_OPTIONS: Place = (flex, "_apply_kernel_options")
-# By the module and the name of what they stand for.
+# Replacements, by the module and name of the original.
 _STAND_INS: dict[Place, Callable[..., Tensor]] = {
     (F, "scaled_dot_product_attention"): _attention,
     (F, "dropout"): _dropout,

@@ -1,23 +1,23 @@
-"""``torch.nn.attention.flex_attention`` in simulations of devices.
+"""Simulates ``torch.nn.attention.flex_attention`` on devices.
 
-Called without a compiler it is the operations that torch's own function consists of, which compute
-all scores and hold them. Compiled, it is one kernel in forward and two in backward, which are
-simulated in place of inductor's: their results are allocated, and the time is that of the products
-of the blocks of scores that the mask does not skip.
+Without a compiler, flex_attention runs the operations of torch's own function, which compute and
+hold all scores. Compiled, it is one kernel in forward and two in backward. The simulation replaces
+inductor's kernels: it allocates their results, and takes the time of the products of the blocks of
+scores that the mask does not skip.
 
 [Note: Blocks of a mask]
-A kernel computes each block of queries and keys (128 x 128 by default) with a pair that the mask
-lets through. Which ones these are is stored in tensors of the ``BlockMask``. If they have values,
-since the mask was made outside of the simulation, their blocks are counted. In a simulation they
-have none, but the mask's function is an argument of the operation, as a graph. It is run with
-indices of queries and keys that have values: with all of them for short sequences, else with as
-many of each block, its corners among them, as make ``_MOST_PAIRS`` pairs.
+A kernel computes each block of queries and keys (128 x 128 by default) with at least one pair that
+the mask allows. Tensors of the ``BlockMask`` store which blocks these are. If the mask was made
+outside of the simulation, these tensors have values, and the blocks are counted. Otherwise the
+mask's function is used, which is an argument of the operation, as a graph. It runs with indices of
+queries and keys that have values: all indices for short sequences, otherwise a selection of each
+block's indices, including its corners, that makes ``_MOST_PAIRS`` pairs.
 
-The function may also read tensors without values, such as the document of each token. Of an
-expression of such tensors it is unknown whether it is true. It counts as true, and so does its
-negation, so that the blocks are never too few: causal attention within documents is computed like
-causal attention, and attention within documents in full. Where the function cannot be run, all
-blocks are computed.
+The function may also read tensors without values, such as the document of each token. An expression
+of such tensors may be true or false; it counts as true, and so does its negation, so that the
+blocks are never too few. Causal attention within documents is therefore computed like causal
+attention, and attention within documents in full. If the function cannot run, all blocks are
+computed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from fsdp_engine.planner.simulation.machine import Attention
 
 FORWARD, BACKWARD = "flex_attention", "flex_attention_backward"
 
-# Pairs of indices of queries and keys with which a mask's function is run.
+# Largest number of pairs of query and key indices with which a mask's function runs.
 _MOST_PAIRS = 2**24
-# Of these, at a time.
+# Largest number of pairs per call of the function.
 _PAIRS_AT_A_TIME = 2**22
-# Indices of rows and heads, where a mask depends on them.
+# Largest number of indices of rows and of heads, if a mask depends on them.
 _MOST_ROWS = 16
 
 _CPU = torch.device("cpu")
@@ -55,9 +55,9 @@ class FlexKernel:
     """A compiled kernel of ``flex_attention``.
 
     Attributes:
-        query, key, value: Its arguments.
-        computed_share: The share of the blocks of scores that it computes.
-        is_backward: Whether it is the kernel of backward.
+        query, key, value: The arguments of the operation.
+        computed_share: The fraction of the blocks of scores that the kernel computes.
+        is_backward: Whether the kernel computes the backward.
     """
 
     query: Tensor
@@ -69,7 +69,8 @@ class FlexKernel:
     @property
     def flops(self) -> float:
         """Floating-point operations of all scores. Forward has products of queries and keys, and of
-        scores and values; backward the first one again, and two for the gradients of each."""
+        scores and values. Backward computes the first product again, and for each of the two
+        products two more for the gradients."""
         rows, heads, queries, size = self.query.shape
         num_scores = rows * heads * queries * self.key.shape[-2]
         value_size = self.value.shape[-1]
@@ -78,19 +79,19 @@ class FlexKernel:
 
     @property
     def shape(self) -> Attention:
-        """The shape, with the keys that a query computes on average: on their number depends how
-        much of a kernel's time its loops take."""
+        """The shape, with the mean number of keys that are computed for a query. The fraction of a
+        kernel's time that its loops take depends on this number."""
         num_keys = max(round(self.computed_share * self.key.shape[-2]), 1)
         sizes = self.query.shape[-2], num_keys
         return Attention(*sizes, False, self.is_backward, self.query.shape[-1], is_flex=True)
 
 
 def flex_kernel(name: str, args: Sequence[Any]) -> FlexKernel:
-    """Returns the kernel of an operation of a compiled graph.
+    """Returns the kernel for an operation of a compiled graph.
 
     Args:
         name: The name of the operation, ``FORWARD`` or ``BACKWARD``.
-        args: Its arguments.
+        args: The arguments of the operation.
     """
     is_backward = name == BACKWARD
     query, key, value = args[:3]
@@ -102,13 +103,13 @@ def flex_kernel(name: str, args: Sequence[Any]) -> FlexKernel:
 def computed_share(
     block_mask: Sequence[Any], buffers: Sequence[Any], num_queries: int, num_keys: int
 ) -> float:
-    """Returns the blocks of scores that a mask does not skip, over all; see
+    """Returns the fraction of the blocks of scores that a mask does not skip; see
     [Note: Blocks of a mask].
 
     Args:
         block_mask: The block mask of the operation, ``BlockMask.as_tuple()`` with a graph for the
             function.
-        buffers: Tensors that the function reads.
+        buffers: The tensors that the function reads.
         num_queries, num_keys: Lengths of the sequences.
     """
     *tensors, query_block, key_block, graph = block_mask
@@ -135,12 +136,12 @@ def _has_values(tensor: Any) -> bool:
 def _share_of_graph(
     graph: GraphModule, buffers: Sequence[Any], outer: Sequence[int], sizes: Sequence[int]
 ) -> float:
-    """The share of a mask whose function is a graph.
+    """Returns the computed fraction for a mask whose function is a graph.
 
     Args:
         graph, buffers: See :func:`computed_share`.
-        outer: Rows and heads for which there is a mask each.
-        sizes: Lengths of queries and keys, and of their blocks.
+        outer: Numbers of rows and of heads that may have different masks.
+        sizes: Lengths of queries and keys, and lengths of their blocks.
     """
     inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
     rows, heads = (
@@ -170,13 +171,13 @@ def _share_of_graph(
 
 
 def _spread(size: int, most: int) -> list[int]:
-    """Evenly spaced indices of ``size``, at most ``most``."""
+    """Returns evenly spaced indices below ``size``, at most ``most`` of them."""
     count = min(size, most)
     return [(2 * number + 1) * size // (2 * count) for number in range(count)]
 
 
 def _indices(length: int, block: int, side: int) -> Tensor:
-    """Indices of each block, from its first to its last: at least two, and at most all."""
+    """Returns indices of each block, from its first to its last: at least two, at most all."""
     block = min(block, length)
     count = min(max(side, 2), block)
     offsets = torch.linspace(0, block - 1, count, device=_CPU).round().long()
@@ -185,8 +186,8 @@ def _indices(length: int, block: int, side: int) -> Tensor:
 
 
 def _mask_function(graph: GraphModule, buffers: Sequence[Any]) -> Callable[..., Tensor]:
-    """The function of a row, a head, queries and keys that returns whether the mask may let each
-    pair through."""
+    """Returns a function of a row, a head, queries and keys. It returns whether the mask may allow
+    each pair."""
     known = [_on_cpu(each) if _is_known(each) else _unknown() for each in buffers]
 
     def of_pair(*indices: Tensor) -> Tensor:
@@ -211,8 +212,8 @@ class _Condition:
     """A condition that depends on unknown values.
 
     Attributes:
-        certain: Where it is true for all values.
-        possible: Where it is true for some values.
+        certain: True where the condition is true for all values.
+        possible: True where the condition is true for some values.
     """
 
     certain: Tensor
@@ -228,15 +229,15 @@ _NOTS = {"bitwise_not", "logical_not"}
 
 
 class _MaskInterpreter(Interpreter):
-    """Runs a mask's function where some values are unknown."""
+    """Runs a mask's function with values that may be unknown."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Returns a constant of the graph."""
+        """Returns a constant of the graph, or an unknown condition."""
         found = super().get_attr(target, args, kwargs)
         return _on_cpu(found) if _is_known(found) else _unknown()
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operation, or return the bounds of its result."""
+        """Run an operation. If an operand is unknown, return the bounds of the result."""
         if not any(isinstance(each, _Condition) for each in tree_leaves((args, kwargs))):
             return super().call_function(target, args, kwargs)
         name = getattr(getattr(target, "_overloadpacket", target), "__name__", "")
@@ -254,7 +255,7 @@ class _MaskInterpreter(Interpreter):
 
 
 def _as_condition(value: Any) -> _Condition | None:
-    """A condition; None if it is another value."""
+    """Returns a value as a condition; None if it is not boolean."""
     if isinstance(value, Tensor) and value.dtype == torch.bool:
         return _Condition(value, value)
     return value if isinstance(value, _Condition) else None

@@ -1,23 +1,23 @@
-"""Kernels of a compiled graph: what ``torch.compile`` fuses, by the rules of inductor's scheduler.
+"""Finds the kernels of a compiled graph, by the fusion rules of inductor's scheduler.
 
-The graphs are those that inductor compiles: of aten operations, decomposed, with forward and
-backward partitioned. Operations are of four kinds:
+The graphs are the ones that inductor compiles: graphs of decomposed aten operations, with forward
+and backward partitioned. Operations are of four kinds:
 
-    views       no kernel: their readers read the viewed memory
+    views       no kernel: operations that read a view read the viewed memory
     constants   no kernel: ``full``, ``arange``
-    fusible     pointwise operations and reductions, which become one kernel where they can
+    fusible     pointwise operations and reductions, which share a kernel if possible
     others      products, attention, collectives: a kernel each, as without a compiler
 
 A kernel of fused operations iterates over N elements, and reduces them to M along one set of
-dimensions. It takes pointwise operations of N or M elements and reductions of N to M, and reads
-each memory once. Operations join the kernel of an operand, else one that reads the same memory,
-unless another kernel had to run between them. A pointwise result that only later kernels read, and
-that was computed from few others, is not kept in memory: these kernels compute it again. The limit
-on its reads is inductor's ``realize_reads_threshold``.
+dimensions. It accepts pointwise operations of N or M elements and reductions of N to M, and reads
+each memory once. An operation joins the kernel of an operand, or else a kernel that reads the same
+memory, unless another kernel would have to run between them. A pointwise result that only later
+kernels read and that was computed from few others is not kept in memory: these kernels compute it
+again. The limit on the number of its reads is inductor's ``realize_reads_threshold``.
 
-Kernels run in the one of several orders that takes the least memory. A result is written in place
-of memory of its size that nothing reads later, if no other result of the kernel is computed from
-this memory, except those that this one is computed from.
+Of several possible orders, the kernels run in the one that takes the least memory. A result is
+written in place of memory of its size that nothing reads later, if no other result of the kernel is
+computed from this memory, except results that this one is computed from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REDUCTIONS |= {"all", "var", "var_mean", "std", "std_mean", "xor_sum"}
 _CONSTANTS = {"full", "full_like", "zeros", "zeros_like", "ones", "ones_like", "arange", "iota"}
 _CONSTANTS |= {"scalar_tensor", "empty", "empty_like", "empty_strided", "new_full", "new_zeros"}
 _CONSTANTS |= {"inductor_seed", "inductor_seeds", "inductor_lookup_seed"}
-# Operations without the tag of pointwise ones that inductor lowers to such.
+# Operations without the pointwise tag that inductor lowers to pointwise ones.
 _POINTWISE = {"convert_element_type", "_to_copy", "where", "clone", "copy_", "copy", "cat", "fma"}
 _POINTWISE |= {"constant_pad_nd", "slice_scatter", "select_scatter", "embedding", "gather"}
 _POINTWISE |= {"index", "index_select", "inductor_random", "tril", "triu", "flip", "repeat", "roll"}
@@ -49,16 +49,16 @@ _VIEWS = {"_unsafe_view", "reshape", "view", "permute", "getitem", "detach", "al
 
 @dataclass(eq=False)
 class Kernel:
-    """A kernel.
+    """A kernel of a compiled graph.
 
     Attributes:
-        nodes: Its operations, in the order of the graph; one, if it is not fused.
-        is_fused: Whether it consists of fusible operations.
-        reads: Bytes by the node of the memory that it reads.
-        writes: Nodes whose results it writes to memory.
-        in_place: Memory of graph inputs that it writes.
-        replaced: For each of ``writes``, the memory in whose place it can be written.
-        num_bytes: Read and written.
+        nodes: Operations of the kernel, in the order of the graph; a single one if it is not fused.
+        is_fused: Whether the kernel consists of fusible operations.
+        reads: Bytes read, by the node whose memory is read.
+        writes: Nodes whose results are written to memory.
+        in_place: Nodes of graph inputs whose memory is overwritten.
+        replaced: For each of ``writes``, the nodes in whose memory it can be written.
+        num_bytes: Number of bytes read and written.
     """
 
     nodes: list[Node]
@@ -72,7 +72,7 @@ class Kernel:
     _reduced: tuple[int, bool] | None = None
 
     def takes(self, node: Node) -> bool:
-        """Whether a fusible node has this kernel's iterations."""
+        """Returns whether the iterations of a fusible node fit those of this kernel."""
         if not self.is_fused:
             return False
         size, reduced = _iterations(node)
@@ -81,7 +81,7 @@ class Kernel:
         return size == self._size and self._reduced in (None, reduced)
 
     def add(self, node: Node) -> None:
-        """Add a node that it takes."""
+        """Add a node that this kernel takes."""
         size, reduced = _iterations(node)
         if not self.nodes:
             self._size = size
@@ -90,13 +90,13 @@ class Kernel:
 
     @property
     def label(self) -> str:
-        """For the timeline."""
+        """The label of the kernel in the timeline."""
         names = [name_of(node) for node in self.nodes]
         return f"fused {', '.join(dict.fromkeys(names))}" if self.is_fused else names[0]
 
 
 def name_of(node: Node) -> str:
-    """The name of a node's operation; empty for inputs, which have names of their own."""
+    """Returns the name of a node's operation; empty for inputs, which have names of their own."""
     if node.op != "call_function":
         return ""
     packet = getattr(node.target, "_overloadpacket", None)
@@ -105,46 +105,46 @@ def name_of(node: Node) -> str:
 
 
 def kernels_of(graph: Graph, reusable: Iterable[Node] = ()) -> list[Kernel]:
-    """The kernels of a graph in their order.
+    """Returns the kernels of a graph in the order in which they run.
 
     Args:
-        graph: Decomposed, with a fake tensor as ``meta["val"]`` of each node.
-        reusable: Inputs whose memory the graph may write when it has read them.
+        graph: A decomposed graph, with a fake tensor as ``meta["val"]`` of each node.
+        reusable: Inputs whose memory the graph may overwrite after it has read them.
     """
     return _Fusion(graph, set(reusable)).kernels()
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node is a view, or an element of a result."""
+    """Returns whether a node is a view, or an element of a result."""
     if node.op != "call_function":
         return False
     return bool(getattr(node.target, "is_view", False)) or name_of(node) in _VIEWS
 
 
 def memory_of(node: Node) -> Node:
-    """The node whose result a node is a view of; itself, if it is none."""
+    """Returns the node whose result a node is a view of; the node itself if it is not a view."""
     while is_view(node) and node.all_input_nodes:
         if name_of(node) == "getitem" and not is_view(node.all_input_nodes[0]):
-            break  # a result of an operation that returns several
+            break  # one result of an operation with several results
         node = node.all_input_nodes[0]
     return node
 
 
 def value_of(node: Node) -> Any:
-    """The fake result of a node."""
+    """Returns the fake result of a node."""
     return node.meta.get("val")
 
 
 def num_bytes_of(node: Node) -> int:
-    """Bytes of the elements of a node's results."""
+    """Returns the bytes of the elements of a node's results."""
     value = value_of(node)
     tensors = value if isinstance(value, tuple | list) else [value]
     return sum(t.numel() * t.itemsize for t in tensors if isinstance(t, Tensor))
 
 
 def _iterations(node: Node) -> tuple[int, tuple[int, bool] | None]:
-    """Elements that a fusible node iterates over; of a reduction, also those of its result, and
-    whether it reduces the last dimension."""
+    """Returns the number of elements that a fusible node iterates over. For a reduction, also
+    returns the elements of its result, and whether it reduces the last dimension."""
     value = value_of(node)
     result = value[0] if isinstance(value, tuple | list) else value
     if name_of(node) not in _REDUCTIONS or not node.all_input_nodes:
@@ -181,7 +181,7 @@ class _Fusion:
         self._sources_of: dict[Node, list[Node]] = {}
 
     def kernels(self) -> list[Kernel]:
-        """All kernels, in the order of the least memory."""
+        """Returns all kernels, in the order that takes the least memory."""
         for node in self._nodes:
             if node.op == "call_function" and not is_view(node) and not _is_constant(node):
                 self._put(node)
@@ -192,10 +192,8 @@ class _Fusion:
             kernel.num_bytes += sum(map(num_bytes_of, kernel.in_place))
         return self._ordered(used)
 
-    # Fusion.
-
     def _put(self, node: Node) -> None:
-        """Put a node into a kernel."""
+        """Add a node to a kernel, which may be a new one."""
         before = [self._kernel_of[each] for each in self._sources(node) if each in self._kernel_of]
         kernel = self._kernel_for(node, before) if _is_fusible(node) else None
         if kernel is None:
@@ -224,7 +222,7 @@ class _Fusion:
         return None
 
     def _is_between(self, kernel: Kernel, before: Iterable[Kernel]) -> bool:
-        """Whether one of ``before``, other than ``kernel``, runs after it."""
+        """Returns whether one of ``before``, other than ``kernel``, must run after ``kernel``."""
         seen: set[int] = set()
         left = [each for each in before if each is not kernel]
         while left:
@@ -238,14 +236,12 @@ class _Fusion:
         return False
 
     def _sources(self, node: Node) -> list[Node]:
-        """The operations whose results a node reads."""
+        """Returns the operations whose results a node reads."""
         found = self._sources_of.get(node)
         if found is None:
             every = [source_of(memory_of(each)) for each in node.all_input_nodes]
             found = self._sources_of[node] = list(dict.fromkeys(every))
         return found
-
-    # Memory.
 
     def _find_memory(self) -> None:
         """Find the memory that kernels read and write."""
@@ -270,7 +266,7 @@ class _Fusion:
                 self._find_replaced(kernel, kept)
 
     def _find_replaced(self, kernel: Kernel, kept: set[Node]) -> None:
-        """Find the memory in whose place results can be written."""
+        """Find the memory in which results can be written in place."""
         parts = [n for n in kernel.nodes if n in kernel.writes or name_of(n) in _REDUCTIONS]
         reads: dict[Node, set[Node]] = {}
         before: dict[Node, set[Node]] = {}
@@ -302,7 +298,7 @@ class _Fusion:
             ]
 
     def _is_kept(self, node: Node, kernel: Kernel) -> bool:
-        """Whether the result of a node is written to memory."""
+        """Returns whether the result of a node is written to memory."""
         if node in self._returned or any(
             memory_of(each) in self._returned for each in node.users if name_of(each) == "getitem"
         ):
@@ -328,8 +324,8 @@ class _Fusion:
         reads: dict[Node, int],
         seen: set[Node],
     ) -> None:
-        """Add the memory that ``kernel`` reads to compute a node; others' pointwise results that
-        are not kept are computed from theirs."""
+        """Add the memory that ``kernel`` reads to compute a node to ``reads``. Pointwise results of
+        other kernels that are not kept are computed again, from the memory that they read."""
         seen.add(node)
         for operand in node.all_input_nodes:
             if name_of(node) == "copy_" and operand is node.all_input_nodes[0]:
@@ -351,8 +347,6 @@ class _Fusion:
             size += reads.get(memory, 0) if operand is not memory else 0
             reads[memory] = max(min(size, num_bytes_of(memory)), reads.get(memory, 0))
 
-    # Order.
-
     def _ordered(self, kernels: list[Kernel]) -> list[Kernel]:
         first = [min(self._place[n] for n in k.nodes) for k in kernels]
         last = [max(self._place[n] for n in k.nodes) for k in kernels]
@@ -361,14 +355,14 @@ class _Fusion:
         return min(orders, key=lambda order: peak_bytes(order, self._returned, self._reusable))
 
     def _sorted(self, kernels: list[Kernel], key: Callable[[int], Any]) -> list[Kernel]:
-        """A topological order, with the smallest ``key`` first."""
+        """Returns a topological order that prefers the smallest ``key``."""
         makers = {node: number for number, k in enumerate(kernels) for node in k.writes}
         needed = [
             {makers[source_of(node)] for node in kernel.reads if source_of(node) in makers}
             - {number}
             for number, kernel in enumerate(kernels)
         ]
-        # Memory that is changed in place is read before.
+        # Kernels that read memory run before a kernel that changes it in place.
         for number, kernel in enumerate(kernels):
             for target in kernel.in_place:
                 needed[number] |= {
@@ -387,12 +381,12 @@ class _Fusion:
 
 
 def source_of(memory: Node) -> Node:
-    """The operation whose result a memory is."""
+    """Returns the operation that allocated a memory node, which may be one of its results."""
     return memory.all_input_nodes[0] if name_of(memory) == "getitem" else memory
 
 
 def last_reads(kernels: Sequence[Kernel], returned: set[Node]) -> list[list[Node]]:
-    """The memory that each kernel is the last one to read, or makes for none."""
+    """Returns for each kernel the memory to free after it, which no later kernel reads."""
     last: dict[Node, int] = {}
     for number, kernel in enumerate(kernels):
         for node in (*kernel.writes, *kernel.in_place):
@@ -408,7 +402,7 @@ def last_reads(kernels: Sequence[Kernel], returned: set[Node]) -> list[list[Node
 
 
 def reused_by(kernel: Kernel, freed: Iterable[Node], reusable: set[Node]) -> list[Node]:
-    """Of the memory that a fused kernel reads last, that in whose place it writes."""
+    """Returns the part of the freed memory in whose place a fused kernel writes."""
     left = [node for node in freed if node.op != "placeholder" or node in reusable]
     found = []
     for replaced in kernel.replaced.values():
@@ -420,7 +414,7 @@ def reused_by(kernel: Kernel, freed: Iterable[Node], reusable: set[Node]) -> lis
 
 
 def peak_bytes(kernels: Sequence[Kernel], returned: set[Node], reusable: set[Node]) -> int:
-    """The most memory of results of kernels, and of inputs that may be freed."""
+    """Returns the peak memory of kernels' results, and of inputs that may be freed."""
     held = peak = 0
     for kernel, freed in zip(kernels, last_reads(kernels, returned), strict=True):
         early = set(reused_by(kernel, freed, reusable))
@@ -440,13 +434,13 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_large(memory: Node, node: Node) -> bool:
-    """Whether a memory has as many elements as the iterations of a node."""
+    """Returns whether a memory has at least as many elements as the iterations of a node."""
     value = value_of(memory)
     return isinstance(value, Tensor) and value.numel() >= _iterations(node)[0]
 
 
 def _readers(node: Node) -> list[Node]:
-    """Nodes that read the result of a node, also through views."""
+    """Returns the nodes that read the result of a node, directly or through views."""
     found: list[Node] = []
     left = list(node.users)
     while left:

@@ -1,5 +1,5 @@
-"""Options with those of ``fe.shard`` beside them. The command line declares its options with this
-class, and prints its help without importing torch."""
+"""Base class of options that also carry options of ``fe.shard``. The command line declares its
+options with this class, and prints help without importing torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenOptions:
-    """Options with those of :func:`~fsdp_engine.shard` beside them.
+    """Options that also carry options of ``fe.shard``.
 
     Attributes:
-        shard: Options of :func:`~fsdp_engine.shard`: ``strategy``, ``outer_strategy``, ``units``,
+        shard: Arguments of ``fe.shard``: ``strategy``, ``outer_strategy``, ``units``,
             ``mp_policy``, ``options``, ``extensions``, ...
     """
 
@@ -25,15 +25,15 @@ class GivenOptions:
 
     @classmethod
     def of(cls, options: Self | Options | None, given: Mapping[str, Any]) -> Self:
-        """Returns the options of a function that takes the object or keyword arguments.
+        """Returns the options from an object, or from keyword arguments.
 
         Args:
-            options: The object. None: there are keyword arguments. ``fe.Options``: one of them, the
-                option of ``shard``.
-            given: Keyword arguments. Names that are no fields are options of ``shard``.
+            options: An object of this class. None: use the keyword arguments. An ``fe.Options`` is
+                one of the keyword arguments, the ``options`` of ``fe.shard``.
+            given: Keyword arguments. Names that are not fields are arguments of ``fe.shard``.
 
         Raises:
-            TypeError: Both are given, ``options`` has another type, or a required one is missing.
+            TypeError: Both are given, ``options`` has a wrong type, or a required one is missing.
         """
         from fsdp_engine.kernel_interface import Options, checked_arguments
 

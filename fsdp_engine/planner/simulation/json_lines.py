@@ -1,4 +1,4 @@
-"""Lines of the fields in a JSON text, for errors."""
+"""Finds the lines of fields in a JSON text, for errors."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import json
 import re
 from dataclasses import dataclass, field
 
-# The names of the objects that contain a field, and its own.
+# The path of a field: the names of the objects that contain it, and its own name.
 Place = tuple[str, ...]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
-# Fields of objects within so many others have no lines of their own.
+# Fields of more deeply nested objects have no recorded lines.
 _DEPTH = 20
 
 
 @dataclass
 class Lines:
-    """Lines of the fields of an object, from 1.
+    """The lines of the fields of an object. The first line is 1.
 
     Attributes:
         by_place: The line of each field's name.
-        again: Fields whose name is in its object already, and their lines.
+        again: Fields whose name occurs more than once in its object, and their lines.
     """
 
     by_place: dict[Place, int] = field(default_factory=dict)
     again: list[tuple[Place, int]] = field(default_factory=list)
 
     def of(self, place: Place) -> int:
-        """The line of a field, or of the object that would contain it."""
+        """Returns the line of a field, or of the object that would contain it."""
         while place and place not in self.by_place:
             place = place[:-1]
         return self.by_place.get(place, 1)
 
 
 def lines_of(text: str) -> Lines:
-    """The lines of the fields of the object in ``text``, also of those within other objects, but
-    not of those within lists. The text must be valid JSON."""
+    """Returns the lines of the fields of the object in ``text``, including fields of nested objects
+    but not of objects in lists. The text must be valid JSON."""
     lines = Lines()
     start = _after_space(text, 0)
     if text[start : start + 1] == "{":
@@ -46,7 +46,7 @@ def lines_of(text: str) -> Lines:
 
 
 def _object(text: str, position: int, place: Place, lines: Lines) -> int:
-    """Record the fields of the object that begins at ``position``; returns the position after
+    """Record the fields of the object that begins at ``position``. Returns the position after
     it."""
     position = _after_space(text, position + 1)
     while text[position] != "}":

@@ -1,8 +1,8 @@
 """Timings of one rank for ``calibrate``: matrix products, memory, attention, functions, the host.
 
-*Warm* operands are those of the previous call, in caches. *Cold* operands are different in each
-call, with a total size that exceeds the caches, as in training, where a step uses every tensor
-once.
+*Warm* operands are the operands of the previous call, which are in caches. *Cold* operands differ
+in each call, and their total size exceeds the caches, as in training, where a step uses every
+tensor once.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fsdp_engine.planner.simulation.machine import Processor
 
 Action = Callable[[], object]
 
-_CACHES = 2**27  # bytes, more than any cache
-_LEAST, _MOST = 5, 200  # repetitions
+_CACHES = 2**27  # bytes; larger than any cache
+_LEAST, _MOST = 5, 200  # numbers of repetitions
 
 
 class Kernels:
@@ -34,7 +34,7 @@ class Kernels:
 
     Args:
         device: The device.
-        turns: Threads of all ranks per core, at least 1.
+        turns: Number of threads of all ranks per core, at least 1.
         seconds: Measurement time of each kernel.
         agree: Combines the ranks' values, for example by the maximum.
     """
@@ -48,9 +48,9 @@ class Kernels:
         self._turns = turns
         self._seconds = seconds
         self._agree = agree
-        # Rows, inner and outer size of products, as in small and in large transformers.
+        # Rows, inner size and columns of products, as in small and in large transformers.
         self._sizes = (256, 256, 512) if self._on_host else (8192, 4096, 4096)
-        # Tokens, heads, size of heads, lengths of sequences.
+        # Number of tokens, number of heads, size of heads, lengths of sequences.
         self._attention = (
             (2048, 4, 64, (128, 2048)) if self._on_host else (16384, 16, 128, (512, 8192))
         )
@@ -58,13 +58,13 @@ class Kernels:
         self._elements = 2**19 if self._on_host else 2**26
 
     def matrix_flops(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second of products with warm operands."""
+        """Returns the floating-point operations per second of products with warm operands."""
         product = _scaled_product if dtype == torch.float8_e4m3fn else _product
         return self._flops() / self._time(partial(product, *self._operands(dtype)))
 
     def memory_bandwidth(self) -> float:
-        """Bytes per second that copies of cold tensors read and write, or on a device sums of two,
-        which are more frequent there than copies and slower."""
+        """Returns the bytes per second of copies of cold tensors. On a device, measures sums of two
+        tensors, which are more frequent there than copies and slower."""
         count, action = (2, _copy) if self._on_host else (3, _sum)
         seconds = self._time(
             partial(_with_next, action, self._cold(partial(self._matrices, count)))
@@ -72,11 +72,11 @@ class Kernels:
         return count * 4 * self._elements / seconds
 
     def overlap(self, flops: float, bandwidth: float) -> float:
-        """The overlap of memory access and compute (see :class:`Processor`), from products with
-        cold operands in fp32.
+        """Returns the overlap of memory access and compute (see :class:`Processor`), measured by
+        products with cold operands in fp32.
 
         Args:
-            flops: floating-point operations per second with warm operands.
+            flops: Floating-point operations per second with warm operands.
             bandwidth: Bytes per second of the memory.
         """
         if not self._on_host:
@@ -89,11 +89,11 @@ class Kernels:
         return min(max(hidden / min(computing, moving), 0.0), 1.0)
 
     def attention(self, flops: float, dtype: torch.dtype) -> dict[str, float]:
-        """The figures of attention of :class:`Processor`, by name: from short and long sequences,
-        their backward, and causal attention on long ones.
+        """Returns the figures of attention in :class:`Processor`, by name. Measures short and long
+        sequences, their backward, and causal attention on long sequences.
 
         Args:
-            flops: floating-point operations per second of products.
+            flops: Floating-point operations per second of products.
             dtype: The dtype of the sequences.
         """
         tokens, heads, size, (short, long) = self._attention
@@ -101,15 +101,15 @@ class Kernels:
             self._attention_seconds((tokens // length, heads, length, size), dtype, is_causal)
             for length, is_causal in ((short, False), (long, False), (long, True))
         )
-        # Seconds of a key: those of a long sequence times 1 + attention_length / length.
+        # The time per key is that of very long sequences times 1 + attention_length / length.
         of_short, of_long = sum(of_short_ones) / short, sum(of_long_ones) / long
         extra = max(of_short - of_long, 0.0) / (1 / short - 1 / long)
         attention_length = min(extra / max(of_long - extra / long, 1e-30), float(long))
-        # Two products in forward, and five in backward.
+        # Attention has two products in forward, and five in backward.
         product = 2 * tokens * heads * long * size
         slowdown = (1 + attention_length / long) / flops
         of_forward, of_backward = of_long_ones
-        # With n blocks (n + 1) / 2n of the products.
+        # With n blocks, causal attention computes (n + 1) / 2n of the products.
         block = (2 * sum(of_causal_ones) / sum(of_long_ones) - 1) * long
         return {
             "attention_share": min(2 * product / of_forward * slowdown, 1.0),
@@ -119,8 +119,8 @@ class Kernels:
         }
 
     def function_seconds(self, bandwidth: float) -> float:
-        """Seconds per element of functions, in addition to memory access: the mean of gelu, its
-        backward and softmax, with cold tensors.
+        """Returns the seconds per element of functions, in addition to memory access: the mean of
+        gelu, its backward and softmax, with cold tensors.
 
         Args:
             bandwidth: Bytes per second of the memory.
@@ -136,9 +136,9 @@ class Kernels:
         return statistics.mean(found)
 
     def irregular_seconds(self, bandwidth: float) -> float:
-        """Seconds per element of operations that do not stream through memory, in addition to
-        memory access: the mean of a product with a broadcast row, a copy of transposed heads, and
-        a cast to a wider dtype. 0 on a host.
+        """Returns the seconds per element of operations that do not stream through memory, in
+        addition to memory access: the mean of a product with a broadcast row, a copy of transposed
+        heads, and a cast to a wider dtype. 0 on a host.
 
         Args:
             bandwidth: Bytes per second of the memory.
@@ -158,9 +158,9 @@ class Kernels:
         return statistics.mean(found)
 
     def fused(self, bandwidth: float) -> dict[str, Any]:
-        """The figures of kernels that ``torch.compile`` fuses of :class:`Processor`, by name: with
-        cold tensors, the rates of a product and sum and of a norm, and as :meth:`function_seconds`
-        those of functions.
+        """Returns the figures of :class:`Processor` for kernels that ``torch.compile`` fuses, by
+        name, with cold tensors: the rate of a product and sum and of a norm, and the seconds of
+        functions as in :meth:`function_seconds`.
 
         Args:
             bandwidth: Bytes per second of the memory.
@@ -191,7 +191,8 @@ class Kernels:
         }
 
     def attention_head(self, dtype: torch.dtype) -> float:
-        """The figure of :class:`Processor`, from heads of full and of half size; 0 on a host.
+        """Returns ``attention_head`` of :class:`Processor`, from heads of full and half size; 0 on
+        a host.
 
         Args:
             dtype: The dtype of the sequences.
@@ -203,14 +204,14 @@ class Kernels:
             sum(
                 self._attention_seconds((tokens // long, heads * parts, long, size // parts), dtype)
             )
-            for parts in (1, 2)  # the same flops
+            for parts in (1, 2)  # both have the same flops
         )
-        # (1 + 2 h / n) / (1 + h / n) is the ratio of the times.
+        # The ratio of the times is (1 + 2 h / n) / (1 + h / n), for the figure h and the size n.
         ratio = min(max(of_half / of_full, 1.0), 1.9)
         return size * (ratio - 1) / (2 - ratio)
 
     def call_seconds(self) -> float:
-        """The minimum duration of a kernel in a queue of a device; 0 on a host."""
+        """Returns the minimum duration of a kernel in a device's queue; 0 on a host."""
         if self._on_host:
             return 0.0
         tensor, large, count = self._ones(1), self._ones(2**28), 100
@@ -226,8 +227,8 @@ class Kernels:
         return max(self._time(all_of_them) - self._time(lambda: large.add_(1)), 0.0) / count
 
     def host_seconds(self) -> float:
-        """Host time per operation: that of a step of a tiny network with forward, backward and
-        AdamW, including modules and autograd, divided by the number of operations."""
+        """Returns the host time per operation: the time of a step of a tiny network with forward,
+        backward and AdamW, including modules and autograd, divided by the number of operations."""
         layers = [each for _ in range(16) for each in (nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())]
         model = nn.Sequential(*layers).to(self._device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -245,7 +246,8 @@ class Kernels:
         return seconds
 
     def crowd(self) -> float:
-        """The fraction of a CPU's time that other programs used during products; 0 on a device."""
+        """Returns the fraction of a CPU's time that other programs used during products; 0 on a
+        device."""
         if not self._on_host:
             return 0.0
         operands = self._operands(torch.float32)
@@ -267,7 +269,7 @@ class Kernels:
         """
         flops = {dtype: self.matrix_flops(dtype) for dtype in dtypes}
         bandwidth = self.memory_bandwidth()
-        # fp32 on a CPU, whose attention kernels do not use matrix units for narrower dtypes.
+        # fp32 on a CPU: its attention kernels do not use matrix units for narrower dtypes.
         dtype = torch.float32 if self._on_host else dtypes[-1]
         return Processor(
             flops,
@@ -285,7 +287,8 @@ class Kernels:
     def _attention_seconds(
         self, shape: tuple[int, ...], dtype: torch.dtype, is_causal: bool = False
     ) -> tuple[float, float]:
-        """Of forward and of backward; ``shape`` is (rows, heads, length, size)."""
+        """Returns the seconds of forward and of backward. ``shape`` is (rows, heads, length,
+        size)."""
         query, key, value = inputs = [self._random(shape, dtype).requires_grad_() for _ in range(3)]
         forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=is_causal)
         out, grad = forward(), self._random(shape, dtype)
@@ -308,8 +311,8 @@ class Kernels:
         return [self._ones(self._elements).view(-1, 512) for _ in range(count)]
 
     def _random(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Random values: a GPU multiplies constants faster, since bits that do not change take less
-        power."""
+        """Returns random values. A GPU multiplies constants faster, since bits that do not change
+        take less power."""
         generator = torch.Generator(self._device).manual_seed(0)
         return allocator.zeros(shape, dtype, self._device).normal_(generator=generator)
 
@@ -317,13 +320,13 @@ class Kernels:
         return allocator.zeros(numel, torch.float32, self._device) + 1
 
     def _cold(self, make: Callable[[], list[Tensor]]) -> itertools.cycle[list[Tensor]]:
-        """A cycle of operand sets whose total size exceeds the caches."""
+        """Returns a cycle of operand sets whose total size exceeds the caches."""
         first = make()
         count = math.ceil(_CACHES / sum(each.nbytes for each in first))
         return itertools.cycle([first, *(make() for _ in range(count))])
 
     def _time(self, action: Action, timed: Callable[[Action], float] | None = None) -> float:
-        """The median duration in seconds, combined over the ranks by ``agree``."""
+        """Returns the median duration in seconds, combined over the ranks by ``agree``."""
         timed = timed or (self._host_time if self._on_host else self._hardware.seconds)
         for _ in range(2):
             action()
@@ -335,7 +338,7 @@ class Kernels:
 
     def _host_time(self, action: Action) -> float:
         if not self._on_host:
-            # The backward pass of a device runs in a thread of its own, for which this one waits.
+            # The backward of a device runs in a thread of its own, and this thread waits for it.
             start = time.perf_counter()
             action()
             return time.perf_counter() - start
@@ -346,7 +349,7 @@ class Kernels:
 
 
 class _Calls(TorchDispatchMode):
-    """Counts the operations that a simulation counts as calls, in ``number``."""
+    """Counts in ``number`` the operations that a simulation counts as calls."""
 
     number = 0
 
@@ -387,7 +390,7 @@ def _softmax(x: Tensor, out: Tensor) -> None:
     torch.softmax(x, -1, out=out)
 
 
-# What ``torch.compile`` makes one kernel of.
+# Functions that ``torch.compile`` compiles to one kernel each.
 
 
 def _product_and_sum(x: Tensor, y: Tensor, z: Tensor, out: Tensor) -> None:

@@ -1,13 +1,13 @@
-"""The machine model of simulations: a few figures.
+"""The machine model of simulations, which consists of a few figures.
 
 The presets and their sources are in ``machines.toml``. The fraction of a peak that programs achieve
-is a separate figure. "This machine" is measured (``calibrate.py``), and its fractions are 1.
+is a separate figure. For a machine that ``calibrate.py`` measured, the fractions are 1.
 
 [Note: Rings over nodes]
 NCCL runs a collective over several rings at once. Each ring enters and leaves a node once, through
-a different port each; there are as many as the group has ranks in the node. A ring collective over
-m nodes is therefore bounded by the sum of a node's ports, or by one rank's link within a node if
-that is slower:
+a port of its own; there are as many rings as the group has ranks in the node. A ring collective
+over m nodes is therefore bounded by the sum of a node's ports, or by one rank's link within a node
+if that is slower:
 
     seconds = bytes that a rank sends / min(within, ranks in a node x between)
               + (n - m) hops within a node + (m - 1) hops between nodes
@@ -17,7 +17,7 @@ intraLat + nInterSteps * interLat`` (NCCL, ``src/graph/tuning.cc``, ``ncclTopoTu
 are set up in ``search.cc``. Bytes that are sent from one rank to another without a ring (gloo's
 shards, an all-to-all) leave the node through the port of the sending rank.
 
-Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s achieve 0.9 of it, 360 GB/s; a link
+Worked example, 64 H100 in 8 nodes: eight ports of 50 GB/s achieve 0.9 of that, 360 GB/s; a link
 within a node achieves 0.8 of 450, also 360 GB/s. Along an outer axis of one rank per node, each
 group has one port, 45 GB/s.
 """
@@ -53,7 +53,7 @@ _DTYPES = {
     "float8_e4m3fn": torch.float8_e4m3fn,
 }
 
-# Formats of torch's fp8 products; e5m2 is that of gradients.
+# Formats of torch's fp8 products. Gradients use e5m2.
 _FLOAT8 = {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
@@ -66,8 +66,8 @@ class Link:
             while the other ranks of its node do the same.
         latency: Seconds per hop, independent of the size.
         achievable: The fraction of ``bandwidth`` that collectives achieve.
-        processor_share: The fraction of communication time that delays compute, if one processor
-            computes and communicates.
+        processor_share: The fraction of communication time that delays compute, if the same
+            processor computes and communicates.
 
     Raises:
         ValueError: A figure is out of range.
@@ -89,7 +89,7 @@ class Link:
         return self.bandwidth * self.achievable
 
     def seconds(self, num_bytes: float, num_hops: int) -> float:
-        """Seconds for ``num_bytes`` that a rank sends in ``num_hops`` successive hops."""
+        """Returns the seconds to send ``num_bytes`` per rank in ``num_hops`` successive hops."""
         return num_bytes / self.rate + num_hops * self.latency
 
 
@@ -98,11 +98,12 @@ class TwoWayLink:
     """The link of one rank to a place of offloaded tensors: host memory, or a disk.
 
     Attributes:
-        into: Bytes per second to where the state is used (from the host; reads), with nothing on
-            the other direction.
-        out: Bytes per second back (to the host; writes), with nothing on the other direction.
-        both: Bytes per second of both directions together, while both are busy: the sum of both, if
-            they do not share anything.
+        into: Bytes per second towards the device (from the host; reads of a disk), while the other
+            direction is idle.
+        out: Bytes per second away from the device (to the host; writes of a disk), while the other
+            direction is idle.
+        both: Bytes per second of both directions together, while both are busy. This is the sum of
+            ``into`` and ``out`` if the directions share nothing.
         latency: Seconds of a copy, independent of its size.
 
     Raises:
@@ -119,23 +120,23 @@ class TwoWayLink:
         fields.check_figures(self, [] if mistake is None else [f"both: {mistake}"])
 
     def within(self, bandwidth: float) -> TwoWayLink:
-        """Returns the link at whose end there are only ``bandwidth`` bytes per second."""
+        """Returns the link if its end provides only ``bandwidth`` bytes per second."""
         into, out = min(self.into, bandwidth), min(self.out, bandwidth)
         return TwoWayLink(into, out, min(self.both, bandwidth, into + out), self.latency)
 
     def through(self, other: TwoWayLink) -> TwoWayLink:
-        """Returns the link whose copies take ``other`` after this one, in pieces that overlap."""
+        """Returns the link of copies that pass this link and ``other``, in overlapping pieces."""
         into, out = min(self.into, other.into), min(self.out, other.out)
         both = min(self.both, other.both, into + out)
         return TwoWayLink(into, out, both, self.latency)
 
     def least_seconds(self, into_bytes: float, out_bytes: float) -> float:
-        """The time that copies of so many bytes take at least, if they overlap fully."""
+        """Returns the least time of copies of these bytes, reached if they overlap fully."""
         both = (into_bytes + out_bytes) / self.both
         return max(into_bytes / self.into, out_bytes / self.out, both)
 
 
-# Kernels of attention reach their full rate with heads of this size.
+# Head size from which attention kernels reach their full rate.
 _LARGE_HEAD = 128
 
 
@@ -145,9 +146,9 @@ class Attention:
 
     Attributes:
         num_queries, num_keys: Lengths of the sequences.
-        is_causal: A query attends to no later keys.
-        is_backward: The operation is attention's backward.
-        head_size: Elements of a head. None: at least 128.
+        is_causal: No query attends to later keys.
+        is_backward: The operation is the backward of attention.
+        head_size: Number of elements of a head. None: at least 128.
         is_flex: The operation is a kernel of ``flex_attention``.
     """
 
@@ -159,8 +160,8 @@ class Attention:
     is_flex: bool = False
 
     def causal_share(self, block: float) -> float:
-        """The fraction of products of queries and keys that causal attention computes, if it skips
-        masked keys in blocks of ``block``."""
+        """Returns the fraction of query-key products that causal attention computes, if it skips
+        masked keys in blocks of ``block`` queries."""
         computed, start = 0.0, 0.0
         while start < self.num_queries:
             end = start + block
@@ -175,8 +176,8 @@ class Processor:
     """The processor of one rank, and its memory.
 
     Attributes:
-        matrix_flops: floating-point operations per second of matrix products, by dtype; that of
-            ``torch.float8_e4m3fn`` is that of all fp8 formats.
+        matrix_flops: Floating-point operations per second of matrix products, by dtype. The figure
+            of ``torch.float8_e4m3fn`` applies to all fp8 formats.
         memory_bandwidth: Bytes per second, reads and writes together.
         memory_bytes: Size of the memory.
         call_seconds: Minimum duration of an operation.
@@ -186,29 +187,29 @@ class Processor:
             the two times that overlaps with the longer. 1 is a roofline, as for a GPU, where
             thousands of threads wait for memory while others compute. 0 is a core that computes
             only after memory access: operations take the sum of both times.
-        attention_share: The rate of attention kernels on long sequences as a fraction of that of
-            products.
-        attention_backward_share: The same in backward. None: ``attention_share``.
-        attention_length: The length of keys with which attention reaches half of that rate; with a
-            length of n the fraction is n / (n + ``attention_length``).
-        causal_block: Causal attention skips masked keys in blocks: a block of so many queries
-            computes all keys up to its end. None: it computes all keys.
+        attention_share: The rate of attention kernels on long sequences as a fraction of the rate
+            of products.
+        attention_backward_share: The same for attention's backward. None: ``attention_share``.
+        attention_length: The number of keys with which attention reaches half of that rate; with n
+            keys the fraction is n / (n + ``attention_length``).
+        causal_block: Number of queries of a block in causal attention, which skips masked keys in
+            blocks: a block computes all keys up to its end. None: all keys are computed.
         attention_head: The rate with heads of n elements, fewer than 128, is proportional to
-            n / (n + ``attention_head``); larger ones have that of 128, which the shares state.
+            n / (n + ``attention_head``). Larger heads have the rate of 128, which the shares state.
         function_seconds: Seconds per element of a function such as gelu, softmax or a norm, in
-            addition to memory access. 0 if enough processors hide it.
+            addition to memory access. 0 if enough processors hide this time.
         irregular_seconds: Seconds per element of operations that do not stream through memory, in
             addition to memory access; see [Note: Irregular elements] in ``memory_access.py``.
-        fused_share: The rate of memory access of kernels that a compiler fused, as a fraction of
-            that of other operations.
-        fused_function_seconds: ``function_seconds`` in such kernels. None: the same.
-        product_seconds: Seconds of each matrix product in addition to those of its flops: the
+        fused_share: The rate of memory access in kernels that a compiler fused, as a fraction of
+            the rate of other operations.
+        fused_function_seconds: ``function_seconds`` in fused kernels. None: the same.
+        product_seconds: Seconds of each matrix product in addition to the time of its flops: the
             processor fills with the first tiles of the result, and drains after the last ones.
-        product_element_seconds: Seconds per element of a product's result, in addition: tiles are
-            converted and stored.
+        product_element_seconds: Seconds per element of a product's result, in addition, since tiles
+            are converted and stored.
         flex_share: The rate of ``flex_attention``'s compiled kernel in forward as a fraction of
-            that of other attention kernels.
-        flex_backward_share: The same in backward.
+            the rate of other attention kernels.
+        flex_backward_share: The same for the kernel's backward.
 
     Raises:
         ValueError: A figure is out of range, or there is no figure for fp32.
@@ -251,12 +252,12 @@ class Processor:
         fields.check_figures(self, _flops_mistakes(self.matrix_flops))
 
     def peak_flops(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second of products of ``dtype``: the figure of fp32 for
-        dtypes without one, except fp8.
+        """Returns the floating-point operations per second of products of ``dtype``. Dtypes without
+        a figure use that of fp32, except fp8.
 
         Raises:
-            ValueError: The dtype is fp8, which has no figure: no such products exist on A100, where
-                torch raises, too.
+            ValueError: The dtype is fp8 and has no figure. A100 has no such products; torch raises
+                there, too.
         """
         if dtype in _FLOAT8:
             dtype = torch.float8_e4m3fn
@@ -280,18 +281,18 @@ class Processor:
         function_elements: int = 0,
         irregular_elements: float = 0,
     ) -> float:
-        """Seconds of one operation: those of computation and memory access, less their
-        ``overlap``.
+        """Returns the seconds of one operation: the times of computation and of memory access, less
+        their ``overlap``.
 
         Args:
-            flops: floating-point operations of matrix products; of causal attention those of all
-                keys.
+            flops: Floating-point operations of matrix products. For causal attention: the
+                operations of all keys, masked ones included.
             num_bytes: Bytes read and written.
             dtype: The dtype of the products.
             attention: The attention of the operation, if it is attention.
             product_elements: Elements of a product's result.
             function_elements: Elements of a function's result.
-            irregular_elements: Elements that the operation does not stream through.
+            irregular_elements: Elements that the operation does not access as a stream.
         """
         rate = self.achievable_flops * self.peak_flops(dtype) if flops else math.inf
         if attention is not None:
@@ -307,7 +308,7 @@ class Processor:
         return max(both, self.call_seconds)
 
     def fused_seconds(self, num_bytes: float, function_elements: int = 0) -> float:
-        """Seconds of a kernel that a compiler fused; see :meth:`seconds`."""
+        """Returns the seconds of a kernel that a compiler fused; see :meth:`seconds`."""
         own = self.fused_function_seconds
         fused = self if own is None else dataclasses.replace(self, function_seconds=own)
         return fused.seconds(
@@ -315,7 +316,7 @@ class Processor:
         )
 
     def _attention_share(self, attention: Attention) -> float:
-        """The rate of an attention kernel as a fraction of that of products."""
+        """Returns the rate of an attention kernel as a fraction of the rate of products."""
         share = self.attention_share
         if attention.is_backward and self.attention_backward_share is not None:
             share = self.attention_backward_share
@@ -332,21 +333,21 @@ class Machine:
     """A machine of many ranks.
 
     Attributes:
-        name: For titles and errors.
+        name: Name of the machine, for titles and errors.
         processor: The processor of one rank.
         within_node: The link between ranks of one node.
         between_nodes: The link between ranks of two nodes: the port of one rank, or its share of
             the node's port.
-        ranks_per_node: Consecutive ranks that share a node.
+        ranks_per_node: Number of consecutive ranks that share a node.
         host_seconds: Host time per operation.
         host_runs_ahead: The host issues work to a device asynchronously. False: the host computes
-            itself, and its time is the compute lane's.
-        host_link: From one rank's device to its pinned host memory. None: unknown.
+            itself, and its time is the compute lane's time.
+        host_link: The link between one rank's device and its pinned host memory. None: unknown.
         disk: One rank's share of its node's local disks. None: unknown.
-        host_memory_bandwidth: Bytes per second of a node's host memory, reads and writes together,
-            that its ranks share while they copy, or compute on offloaded state. None: it limits no
-            copies, or ``host_link`` was measured while all ranks copied; and such computation
-            cannot be simulated.
+        host_memory_bandwidth: Bytes per second of a node's host memory, reads and writes together.
+            The node's ranks share it for copies and for computation on offloaded state. None: it
+            does not limit copies (or ``host_link`` was measured while all ranks copied), and
+            computation on offloaded state cannot be simulated.
 
     Raises:
         ValueError: A figure is out of range.
@@ -384,7 +385,7 @@ class Machine:
         if num_nodes == num_ranks:
             return between
         hops = (num_ranks - num_nodes) * within.latency + (num_nodes - 1) * between.latency
-        # If a node has only one of the ranks, the ring has one port there.
+        # A node with only one of the group's ranks gives the ring only one port.
         ports = between.rate if fewest == 1 else min(within.rate, fewest * between.rate)
         return Link(
             ports,
@@ -398,10 +399,10 @@ class Machine:
 
     def link_to_state(self, place: str, num_ranks: int) -> TwoWayLink:
         """Returns the link of one of ``num_ranks`` ranks to a place of offloaded state or
-        activations ("host", "disk"). That of a device to a disk leads through host memory.
+        activations ("host", "disk"). The link of a device to a disk leads through host memory.
 
         Raises:
-            ValueError: Its figures are unknown.
+            ValueError: The machine lacks the figures of the link.
         """
         if place == DISK and not self.host_runs_ahead:
             return self._known("disk", place)
@@ -413,8 +414,8 @@ class Machine:
     def staging_seconds(
         self, place: str, num_bytes: float, num_ranks: int, *, to_device: bool
     ) -> float:
-        """Returns the seconds by which host memory lengthens a copy between a device and a disk:
-        one piece crosses the host's link while the disk does nothing for the copy."""
+        """Returns the seconds by which staging in host memory lengthens a copy between a device
+        and a disk: one piece crosses the host's link while the disk is idle."""
         if place != DISK or not self.host_runs_ahead:
             return 0.0
         link = self.link_to_state(allocator.HOST, num_ranks)
@@ -432,8 +433,8 @@ class Machine:
         return link
 
     def host_rate(self, num_ranks: int) -> float:
-        """Bytes per second that each of ``num_ranks`` ranks reads and writes of the host's memory,
-        while all do.
+        """Returns the bytes per second that each of ``num_ranks`` ranks reads and writes in host
+        memory, while all ranks do.
 
         Raises:
             ValueError: The figure is unknown.
@@ -447,7 +448,7 @@ class Machine:
         return self.host_memory_bandwidth / min(num_ranks, self.ranks_per_node)
 
     def save(self, path: str | Path) -> None:
-        """Write the machine as JSON, for :meth:`load`."""
+        """Write the machine as JSON, for ``Machine.load``."""
         content = dataclasses.asdict(self)
         flops = content["processor"]["matrix_flops"]
         names = {dtype: name for name, dtype in _DTYPES.items()}
@@ -456,11 +457,11 @@ class Machine:
 
     @classmethod
     def named(cls, name: str) -> Machine:
-        """A preset, such as "h100", or a machine from a file; see :meth:`load`.
+        """Returns a preset, such as "h100", or a machine from a file; see ``load``.
 
         Raises:
             TypeError: ``name`` is not a string.
-            ValueError: There is no such preset or file, or the file has other contents.
+            ValueError: There is no such preset or file, or the file does not describe a machine.
         """
         if not isinstance(name, str):
             raise TypeError(
@@ -478,11 +479,12 @@ class Machine:
 
     @classmethod
     def load(cls, path: str | Path) -> Machine:
-        """Read a file that :meth:`save` or ``python -m fsdp_engine calibrate`` wrote.
+        """Read a file that ``save`` or ``python -m fsdp_engine calibrate`` wrote.
 
         Raises:
             OSError: There is no such file.
-            ValueError: The file has other contents; has all mistakes with their lines.
+            ValueError: The file does not describe a machine; the message lists all mistakes with
+                their lines.
         """
         expected = "a machine as written by `calibrate`"
         content = read_json(path, expected)
@@ -497,26 +499,26 @@ class Machine:
 
 
 def _made(content: dict[str, Any]) -> Machine:
-    """The machine of a file's figures."""
+    """Returns the machine with the figures of a file."""
     parts: dict[str, Any] = dict(content)
     processor = dict(parts["processor"])
     flops = {_DTYPES[name]: each for name, each in processor.pop("matrix_flops").items()}
     parts["processor"] = {"matrix_flops": flops, **processor}
     for name, (kind, _) in fields.parts_of(Machine).items():
-        if parts.get(name) is not None:  # earlier files have no links to state
+        if parts.get(name) is not None:  # files of earlier versions have no links to state
             parts[name] = kind(**parts[name])
     return Machine(**parts)
 
 
 @functools.cache
 def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
-    """The smallest number of these ranks in a node, and the number of nodes."""
+    """Returns the smallest number of the group's ranks in a node, and the number of nodes."""
     ranks_by_node = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
     return min(ranks_by_node.values()), len(ranks_by_node)
 
 
 def _flops_mistakes(flops: object) -> list[str]:
-    """Mistakes of the rates of products."""
+    """Returns the mistakes in the rates of products."""
     if not isinstance(flops, Mapping):
         return [f"matrix_flops: expected {FLOPS.unit} by torch.dtype; found {flops!r}"]
     found = []
@@ -534,7 +536,7 @@ def _flops_mistakes(flops: object) -> list[str]:
 
 
 def _presets() -> dict[str, Machine]:
-    """The machines of ``machines.toml``."""
+    """Returns the machines of ``machines.toml`` by name."""
     text = Path(__file__).with_name("machines.toml").read_text(encoding="utf-8")
     content = tomllib.loads(text)
 

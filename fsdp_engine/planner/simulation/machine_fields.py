@@ -1,10 +1,10 @@
-"""Checks of a machine's figures: unit, range and an example of each.
+"""Checks the figures of a machine. Each figure has a unit, a range and an example.
 
-Functions such as :func:`rate` make fields of classes of machines, which check the range when they
-are created. A file of a machine is also checked for
-unknown and missing fields, and for figures that are far from those of any machine, which are in
-another unit (GB/s for bytes per second). All mistakes are found at once, those of a file with their
-lines (``json_lines.py``).
+Functions such as :func:`rate` make fields for the dataclasses of machines, which check the ranges
+when they are created. A machine's file is also checked for unknown and missing fields, and for
+figures far from those of any real machine, which are probably in another unit (GB/s instead of
+bytes per second). All mistakes are reported at once, with their lines in the file
+(``json_lines.py``).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fsdp_engine.planner.simulation.json_lines import Lines, Place
 
 @dataclass(frozen=True)
 class Figure:
-    """A field of a machine.
+    """The description of a field of a machine.
 
     Attributes:
-        expected: Its range as text.
-        is_valid: Whether a value of any type is in the range.
-        unit: Its unit, or its meaning.
-        example: A valid value, as JSON has it.
-        least, most: The range of figures of real machines, for files.
-        has_default: The field may be missing.
+        expected: The range as text.
+        is_valid: Returns whether a value of any type is in the range.
+        unit: The unit or the meaning of the figure.
+        example: A valid value, in JSON.
+        least, most: The range of real machines, which is checked for files.
+        has_default: Whether the field may be missing.
     """
 
     expected: str
@@ -47,15 +47,15 @@ class Figure:
         return f"{self.expected} ({self.unit}, such as {self.example})"
 
     def mistake(self, value: object) -> str | None:
-        """Why ``value`` is not valid; None if it is."""
+        """Returns why ``value`` is not valid; None if it is valid."""
         return None if self.is_valid(value) else f"expected {self.text}; found {value!r}"
 
     def mistake_in_file(self, value: Any) -> str | None:
-        """The same for a value from a file, whose unit is checked by its size."""
+        """Returns why a file's value is not valid, or is probably in another unit; else None."""
         found = as_json(value)
         if not self.is_valid(value):
             return f"expected {self.text}; found {found}"
-        # An infinite rate, of a machine that a program made, is no unit's.
+        # A program may have made a machine with an infinite rate, which is not a mistake of units.
         if _is_number(value) and value != math.inf and not self.least <= value <= self.most:
             limits = f"from {self.least:g} to {self.most:g}"
             return f"expected {self.text}, {limits}; found {found}, which may be in another unit"
@@ -63,7 +63,7 @@ class Figure:
 
 
 def as_json(value: object) -> str:
-    """A value of a file as its text, shortened."""
+    """Returns the JSON text of a file's value, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -95,8 +95,8 @@ def _field(
     limits: tuple[float, float] = (-math.inf, math.inf),
     default: Any = MISSING,
 ) -> Any:
-    """A field of a class of machines, with its :class:`Figure`. A field that is None by default may
-    be None."""
+    """Returns a field of a machine's class, with its :class:`Figure`. A field whose default is None
+    may be None."""
 
     def check(value: Any) -> bool:
         return (value is None and default is None) or is_valid(value)
@@ -110,22 +110,22 @@ _FIGURE, _PART = "figure", "part"
 
 
 def rate(unit: str, example: str, default: Any = MISSING) -> Any:
-    """A field of bytes per second."""
+    """Returns a field for bytes per second."""
     return _field(_RATE, _is_rate, unit, example, (1e6, 1e16), default)
 
 
 def seconds(unit: str, example: str, default: Any = 0.0, *, most: float = 1.0) -> Any:
-    """A field of seconds."""
+    """Returns a field for seconds."""
     return number(unit, example, default, most=most)
 
 
 def number(unit: str, example: str, default: Any = 0.0, *, most: float = 1e6) -> Any:
-    """A field of a number, 0 or larger."""
+    """Returns a field for a number, 0 or larger."""
     return _field("0 or a larger number", _is_not_negative, unit, example, (0, most), default)
 
 
 def share(unit: str, example: str) -> Any:
-    """A field of a fraction, 1 by default."""
+    """Returns a field for a fraction, 1 by default."""
 
     def is_share(value: Any) -> bool:
         return _is_rate(value) and bool(value <= 1)
@@ -134,12 +134,12 @@ def share(unit: str, example: str) -> Any:
 
 
 def ratio(unit: str, example: str, default: Any = 1.0) -> Any:
-    """A field of a ratio of rates."""
+    """Returns a field for a ratio of rates."""
     return _field(_RATE, _is_finite_rate, unit, example, (1e-3, 1e3), default)
 
 
 def fraction(unit: str, example: str) -> Any:
-    """A field of a fraction that may be 0, 1 by default."""
+    """Returns a field for a fraction that may be 0, 1 by default."""
 
     def is_fraction(value: Any) -> bool:
         return _is_not_negative(value) and bool(value <= 1)
@@ -148,12 +148,12 @@ def fraction(unit: str, example: str) -> Any:
 
 
 def size(unit: str, example: str) -> Any:
-    """A field of bytes."""
+    """Returns a field for bytes."""
     return _field(_RATE, _is_finite_rate, unit, example, (1e6, 1e15))
 
 
 def block(unit: str, example: str) -> Any:
-    """A field of a number of 1 or more, None by default."""
+    """Returns a field for a number, 1 or larger, None by default."""
 
     def is_block(value: Any) -> bool:
         return _is_finite_rate(value) and bool(value >= 1)
@@ -162,7 +162,7 @@ def block(unit: str, example: str) -> Any:
 
 
 def ranks(unit: str, example: str) -> Any:
-    """A field of a number of ranks."""
+    """Returns a field for a number of ranks."""
 
     def is_count(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -171,23 +171,23 @@ def ranks(unit: str, example: str) -> Any:
 
 
 def text(unit: str, example: str) -> Any:
-    """A field of a text."""
+    """Returns a field for text."""
     return _field("a string", lambda value: isinstance(value, str), unit, example)
 
 
 def flag(unit: str, example: str, default: bool) -> Any:
-    """A field of a bool."""
+    """Returns a field for a bool."""
     return _field("a bool", lambda value: isinstance(value, bool), unit, example, default=default)
 
 
 def part(kind: type, default: Any = MISSING) -> Any:
-    """A field of a part of a machine, of a class with figures."""
+    """Returns a field for a part of a machine, of a class that has figures."""
     return dataclasses.field(default=default, metadata={_PART: kind})
 
 
 def parts_of(machine: type) -> dict[str, tuple[type, bool]]:
-    """Returns the parts of a class of machines by name: their class, and whether they may be
-    None."""
+    """Returns the parts of a machine's class by name: the class of the part, and whether the part
+    may be None."""
     return {
         each.name: (each.metadata[_PART], each.default is None)
         for each in dataclasses.fields(machine)
@@ -196,7 +196,7 @@ def parts_of(machine: type) -> dict[str, tuple[type, bool]]:
 
 
 def figures_of(kind: type) -> dict[str, Figure]:
-    """Returns the figures of a class of machines by name."""
+    """Returns the figures of a class by name."""
     return {
         each.name: each.metadata[_FIGURE]
         for each in dataclasses.fields(kind)
@@ -204,19 +204,19 @@ def figures_of(kind: type) -> dict[str, Figure]:
     }
 
 
-# Of a product's flops, by dtype.
+# Describes the rate of products for each dtype.
 FLOPS = Figure(_RATE, _is_rate, "floating-point operations per second", "989.5e12", 1e6, 1e19)
 
 
 def check_figures(owner: Any, more: Sequence[str] = ()) -> None:
-    """Check the figures of a machine, or of a part of it.
+    """Check the figures of a machine, or of a part of a machine.
 
     Args:
-        owner: Has the figures.
-        more: Mistakes that the caller has found.
+        owner: The object with the figures.
+        more: Mistakes that the caller has already found.
 
     Raises:
-        ValueError: Has all mistakes, one a line.
+        ValueError: A figure is invalid; the message lists all mistakes, one per line.
     """
     mistakes = {
         name: figure.mistake(getattr(owner, name))
@@ -228,8 +228,8 @@ def check_figures(owner: Any, more: Sequence[str] = ()) -> None:
 
 
 def both_mistake(link: type, into: Any, out: Any, both: Any) -> str | None:
-    """Why the rate of both directions of a link cannot be; None if it can, or if one of the
-    numbers is invalid by itself."""
+    """Returns why the rate of both directions of a link is impossible. None if it is possible, or
+    if one of the numbers is invalid by itself."""
     if not all(map(_is_rate, (into, out, both))) or both <= into + out:
         return None
     figure = figures_of(link)["both"]
@@ -245,12 +245,12 @@ def file_mistakes(
     dtypes: Iterable[str],
     machine: type,
 ) -> list[str]:
-    """All mistakes of a machine's file, with their lines, in the order of lines.
+    """Returns all mistakes in a machine's file, in the order of their lines, which they name.
 
     Args:
         content: The content of the file.
-        lines: The lines of its fields.
-        dtypes: Names of dtypes.
+        lines: The lines of the file's fields.
+        dtypes: The known names of dtypes.
         machine: The class of machines.
     """
     check, parts = _FileCheck(lines), parts_of(machine)
@@ -274,7 +274,7 @@ def file_mistakes(
 
 
 class _FileCheck:
-    """Collects mistakes of a file."""
+    """Collects the mistakes of a file."""
 
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
@@ -284,11 +284,11 @@ class _FileCheck:
         ]
 
     def found(self) -> list[str]:
-        """The mistakes, in the order of lines."""
+        """Returns the mistakes, in the order of lines."""
         return [text for _, text in sorted(self._mistakes, key=lambda each: each[0])]
 
     def add(self, place: Place, mistake: str | None) -> None:
-        """Add the mistake of the field at ``place``, if there is one."""
+        """Add a mistake of the field at ``place``, unless it is None."""
         if mistake is not None:
             line = self._lines.of(place)
             self._mistakes.append((line, f"line {line}, {_name(place)}: {mistake}"))
@@ -300,7 +300,7 @@ class _FileCheck:
         fields: Mapping[str, Figure],
         others: Iterable[str] = (),
     ) -> None:
-        """Check the figures of an object; ``others`` are fields that are checked elsewhere."""
+        """Check the figures of an object. Fields in ``others`` are checked elsewhere."""
         known = [*fields, *others]
         for name, value in part.items():
             if name in fields:

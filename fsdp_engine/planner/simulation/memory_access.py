@@ -1,14 +1,14 @@
-"""What kernels read and write: bytes, elements that they do not stream through, and temporary
-memory.
+"""Memory accesses of kernels: bytes read and written, elements that are not accessed as a stream,
+and temporary memory.
 
 [Note: Irregular elements]
-On a GPU, kernels that read equal tensors element by element reach nearly the memory's bandwidth.
-Others take a time per element in addition: pointwise operations whose operands have different
+On a GPU, kernels that read equal tensors element by element nearly reach the memory's bandwidth.
+Other kernels take additional time per element: pointwise operations whose operands have different
 strides (rows that are broadcast, transposed heads) or dtypes, concatenations, norms, softmax,
-dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on an H100 and an H200, where an element
-takes 1.0 to 2.2 ps more than the bytes take; some kernels take several such times: four where rows
-of one tensor are columns of another. Casts to a narrower dtype have a fast kernel. A factor that is
-a tensor of one element is broadcast.
+dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on an H100 and an H200: the additional
+time is 1.0 to 2.2 ps per element. Some kernels take a multiple of it, for example four times if the
+rows of one tensor are the columns of another. Casts to a narrower dtype have a fast kernel. A
+factor that is a tensor of one element counts as broadcast.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_stri
 _NOTHING |= {"set_", "resize_", "detach", "detach_", "alias", "lift_fresh", "_unsafe_view"}
 _COPIES = {"copy_", "_to_copy", "clone"}
 _TRANSPOSED = 4
-# Times per element, by operation; see [Note: Irregular elements].
+# Multiples of the time per element, by operation; see [Note: Irregular elements].
 _IRREGULAR: dict[str, float] = tomllib.loads(
     Path(__file__).with_name("kernels.toml").read_text(encoding="utf-8")
 )["irregular"]
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors of nested arguments or results."""
+    """Returns the tensors of nested arguments or results."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def num_bytes_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Returns the bytes of a tensor's elements."""
     return tensor.numel() * tensor.itemsize
 
 
 def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-    """Bytes that an operation reads and writes; None if it only takes host time."""
+    """Returns the bytes that an operation reads and writes; None if it only takes host time."""
     name = func._overloadpacket.__name__
     if func.is_view or name in _NOTHING:
         return None
@@ -56,8 +56,9 @@ def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
 
 
 def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
-    """Bytes that an operation writes into arguments that it does not return: those of fused and
-    ``foreach`` steps of optimizers. Without a gradient scaler they only read gradients."""
+    """Returns the bytes that an operation writes into arguments that it does not return, as fused
+    and ``foreach`` optimizer steps do. Gradients are only read, unless there is a gradient
+    scaler."""
     schema = func._schema
     if schema.returns or not schema.is_mutable:
         return 0
@@ -72,7 +73,7 @@ def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def irregular_elements(func: Any, args: Any, out: Any) -> float:
-    """Elements that a kernel does not stream through, times their number of times; see
+    """Returns the elements that a kernel does not access as a stream, times their multiple; see
     [Note: Irregular elements]."""
     name = func._overloadpacket.__name__
     if name in _IRREGULAR:
@@ -92,18 +93,20 @@ def irregular_elements(func: Any, args: Any, out: Any) -> float:
 
 
 def _is_transposed(one: Tensor, other: Tensor) -> bool:
-    """Whether the last dimension is contiguous in one of two tensors of a shape only."""
+    """Returns whether the last dimension is contiguous in only one of two tensors of equal
+    shape."""
     if one.shape != other.shape or not one.ndim or one.shape[-1] == 1:
         return False
     return one.stride(-1) != other.stride(-1) and 1 in (one.stride(-1), other.stride(-1))
 
 
 def scratch_bytes(func: Any, args: Any, out: Any) -> int:
-    """Temporary memory of a GPU's kernel. ``benchmarks/gpu_kernels.py`` measured it.
+    """Returns the bytes of temporary memory of a GPU kernel, measured by
+    ``benchmarks/gpu_kernels.py``.
 
-    Attention's backward sums the gradients of queries in fp32. A sum over rows, as that of a bias'
-    gradients, has partial sums in fp32 of all its thread blocks: 1 MiB for each multiprocessor, or
-    less for few elements and more for many (``ATen/native/cuda/Reduce.cuh``).
+    Attention's backward sums the gradients of queries in fp32. A sum over rows, as for a bias'
+    gradient, has fp32 partial sums in all thread blocks: 1 MiB for each multiprocessor, or less for
+    few elements and more for many (``ATen/native/cuda/Reduce.cuh``).
     """
     name = func._overloadpacket.__name__
     if name.startswith("_scaled_dot_product") and name.endswith("_backward"):
@@ -117,6 +120,6 @@ def scratch_bytes(func: Any, args: Any, out: Any) -> int:
     return int(max(min(_MULTIPROCESSORS * 2**20, 8 * numel), numel // 2))
 
 
-# Most of any GPU of the presets: a B200 has 148, an H100 132.
+# The largest number of all presets: a B200 has 148, an H100 132.
 _MULTIPROCESSORS = 148
 _FEWEST_ROWS = 256

@@ -1,28 +1,29 @@
-"""Tracks simulated memory: the engine's by its ledger, all other memory by the storages of tensors.
+"""Tracks simulated memory: the engine's by its ledger, other memory by the storages of tensors.
 
 Every storage that an operation returns is tracked until it is freed, and has a kind:
 
     weights       main and compute weights, the model's own buffers, and other storages that exist
                   when the engine has been constructed
     gradients     accumulated gradients, from a unit's first reduction until they are cleared
-    optimizer     storages that the optimizer's construction or its steps have allocated, and chunks
-                  of offloaded state on the device
-    transient     full parameters and gradients in flight, and their idle memory; where the host
-                  computes, memory that lanes receive other ranks' gradients in
+    optimizer     storages allocated by the optimizer's construction or its steps, and chunks of
+                  offloaded state on the device
+    transient     full parameters and gradients in flight, and their idle memory; if the host
+                  computes, also the memory in which lanes receive other ranks' gradients
     activations   all others: inputs, saved tensors, temporaries, and gradients until the engine
                   has copied them
 
-Memory at other places, the homes of offloaded state, has no kind, and is counted by place.
+Memory of offloaded state on the host or a disk has no kind. It is counted by place.
 
-Operations also return tensors over memory in the engine's ledger. Weights in the ledger are
-allocated by operations, and are subtracted from the storages of operations. Other memory in the
-ledger belongs to storages that are resized, and are empty when operations create them.
+Operations also return tensors over memory in the engine's ledger, which must not be counted twice.
+Weights in the ledger are allocated by operations, and are subtracted from the storages of
+operations. Other memory in the ledger belongs to storages that are empty when an operation creates
+them, and are resized later.
 
 [Note: Workspaces]
-Some CPU kernels return workspaces that their fake versions do not. oneDNN's LSTM, which torch uses
-on CPUs, returns a workspace for backward; its fake version returns an empty one. In training in
-fp32 the workspace has these parts, each rounded up to pages. They were determined from the kernel's
-results for many sizes (``tests/planner/simulation/test_memory.py`` compares):
+Some CPU kernels return workspaces that their fake versions do not return. oneDNN's LSTM, which
+torch uses on CPUs, returns a workspace for backward; its fake version returns an empty one. For
+training in fp32 the workspace has these parts, each rounded up to pages. They were determined from
+the kernel's results for many sizes (``tests/planner/simulation/test_memory.py`` compares them):
 
     gates                              T x B x ld(4 H)
     states of layers, of iterations,
@@ -35,7 +36,7 @@ for T steps, batch size B, input size I and hidden size H. ld is the size of a r
 
 Norms of half-precision inputs with weights in fp32 return their statistics in fp32; their fake
 versions return them in the dtype of the input. Some losses first write the loss of each element
-into the memory of their result, which keeps it as long as the loss exists.
+into the memory of their result, which stays allocated as long as the loss exists.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ TRANSIENT = "transient"
 
 
 class MemoryTracker:
-    """Current bytes by kind, and those at the peak.
+    """Tracks the current bytes by kind, and the bytes at the peak.
 
     Attributes:
         peak: Bytes by kind at the time of the largest sum since :meth:`restart`.
-        elsewhere: Current bytes at other places than the device, by place.
+        elsewhere: Current bytes outside of the device, by place.
         series: Times and bytes by kind, in the order of ``KINDS``, since :meth:`restart`.
         by_place: Bytes by kind at the time of the largest sum at each place, since :meth:`restart`.
         now: Returns the time.
-        place: Returns the place in the program, a phase and a module.
+        place: Returns the current phase and module of the program.
     """
 
     def __init__(self) -> None:
@@ -76,15 +77,15 @@ class MemoryTracker:
         self.now: Callable[[], float] = lambda: 0.0
         self.place: Callable[[], tuple[str, str]] = lambda: ("", "")
         self.elsewhere: dict[str, int] = {}
-        self._places: dict[int, str] = {}  # of storages that are not on the device
+        self._places: dict[int, str] = {}  # places of storages that are not on the device
         self._held: Callable[[], Mapping[str, int]] = dict
-        self._sizes: dict[int, int] = {}  # of storages by their address
+        self._sizes: dict[int, int] = {}  # sizes of storages by address
         self._storages: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[int, str] = {}
         self._made = dict.fromkeys(KINDS, 0)
         self._booked_before = 0
-        # Storages that were made before the last sample alone, and the record before it: the peak,
-        # the length of the series, and the entry of the sample's place.
+        # Storages that were first seen at the last sample, and the record before this sample: the
+        # peak, the length of the series, and the entry of the sample's place.
         self._newest: set[int] = set()
         self._before: tuple[dict[str, int], int, tuple[int, ...] | None] = ({}, 0, None)
         self._sampled_at = ("", "")
@@ -102,10 +103,10 @@ class MemoryTracker:
         self.restart()
 
     def made(self, tensors: Sequence[Tensor], kind: str = _NEW) -> None:
-        """Track the storages of tensors that an operation has returned, or of inputs.
+        """Track the storages of inputs, or of tensors that an operation has returned.
 
         Args:
-            tensors: Those that are not tracked yet are added.
+            tensors: The tensors. Storages that are already tracked are skipped.
             kind: The kind of their storages.
         """
         newest, grew = set(), False
@@ -119,8 +120,8 @@ class MemoryTracker:
                 self._made[kind] += size
                 newest.add(key)
                 grew = grew or size > 0
-                # Not `finalize`, whose registry would keep this object, and with it the engine and
-                # every storage, alive.
+                # A plain weak reference, not `finalize`: its registry would keep this object, and
+                # with it the engine and every storage, alive.
                 self._storages[key] = weakref.ref(storage, partial(self._gone, key))
         if grew:
             before = self.peak, len(self.series), self.by_place.get(self.place())
@@ -128,7 +129,8 @@ class MemoryTracker:
             self._newest, self._before = newest, before
 
     def moved(self, tensor: Tensor, place: str) -> None:
-        """The memory of a tensor that was just made is not on the device."""
+        """Record that the memory of a tensor that was just made is at ``place``, not on the
+        device."""
         key = tensor.untyped_storage()._cdata
         size = self._sizes[key]
         if key in self._newest:
@@ -143,23 +145,23 @@ class MemoryTracker:
         self.elsewhere[place] = self.elsewhere.get(place, 0) + size
 
     def place_of(self, tensor: Tensor) -> str | None:
-        """The place of a tensor that is not on the device, else None."""
+        """Returns the place of a tensor; None if it is on the device."""
         if not self._places:
             return None
         return self._places.get(tensor.untyped_storage()._cdata)
 
     @property
     def has_places(self) -> bool:
-        """Whether there is memory that is not on the device."""
+        """Whether any memory is not on the device."""
         return bool(self._places)
 
     def known(self) -> set[int]:
-        """Keys of the current storages, for :meth:`settle`."""
+        """Returns the keys of the current storages, for :meth:`settle`."""
         return set(self._sizes)
 
     def settle(self, kind: str, but: Collection[int] = ()) -> None:
-        """Assign this kind to all storages without one, except those in ``but``, the result of an
-        earlier :meth:`known`."""
+        """Assign a kind to all storages without one, except for keys in ``but``, the result of an
+        earlier call of :meth:`known`."""
         for key, size in self._sizes.items():
             if self._kinds[key] == _NEW and key not in but:
                 self._kinds[key] = kind
@@ -167,21 +169,21 @@ class MemoryTracker:
                 self._made[kind] += size
 
     def restart(self) -> None:
-        """Reset the peak."""
+        """Clear the record, and start it with the current memory."""
         self.peak = {}
         self.series = []
         self.by_place = {}
         self.sample()
 
     def sample(self, temporary: int = 0) -> None:
-        """Update the peak.
+        """Record the current memory, and update the peaks.
 
         Args:
-            temporary: Bytes that the operation of this moment allocates and frees.
+            temporary: Bytes that the current operation allocates and frees.
         """
         self._newest = set()
         now = self._booked()
-        # Weights that were added to the ledger since were allocated by operations.
+        # Weights that were added to the ledger since then were allocated by operations.
         now[_NEW] -= now["weights"] - self._booked_before
         for kind, size in self._made.items():
             now[kind] += size
@@ -224,8 +226,8 @@ _LINE = 16  # numbers of fp32 in 64 bytes
 
 
 def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """The result ``out`` of a fake operation ``func(*args)``, with the kernel's workspace, with the
-    dtype of the kernel's statistics, or over memory of the kernel's size."""
+    """Returns the result ``out`` of a fake operation ``func(*args)`` as the kernel would return it:
+    with its workspace, with the dtype of its statistics, or over memory of its size."""
     if func in _NORMS:
         return _with_statistics_of(args, out)
     if func in _LOSSES and out.ndim == 0:
@@ -241,7 +243,7 @@ def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
 
 
 def _with_statistics_of(args: Sequence[Any], out: Any) -> Any:
-    """The result of a norm, with mean and deviation in fp32 if the weights are."""
+    """Returns the result of a norm, with mean and deviation in fp32 if the weights are in fp32."""
     has_fp32 = any(isinstance(each, Tensor) and each.dtype == torch.float32 for each in args[1:])
     if not has_fp32 or out[1].dtype == torch.float32:
         return out
@@ -251,7 +253,7 @@ def _with_statistics_of(args: Sequence[Any], out: Any) -> Any:
 
 
 def lstm_workspace(steps: Tensor, hidden: int) -> int:
-    """Bytes of the workspace for an input of shape (T, B, I) and a hidden size."""
+    """Returns the bytes of the workspace for an input of shape (T, B, I) and a hidden size."""
     num_steps, rows, width = steps.shape
     states = 2 * (num_steps + 1) * rows
     parts = [num_steps * rows * _padded_row(4 * hidden), num_steps * rows * _padded_row(hidden)]

@@ -1,4 +1,4 @@
-"""Meshes of models within a simulation, which model code makes under a fake mode."""
+"""Device meshes in a simulation, which the model's code creates under a fake mode."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch.utils._pytree import tree_map
 
 @contextmanager
 def meshes_with_values() -> Iterator[None]:
-    """Within it, torch computes ranks of meshes, and offsets and global shapes of shards, outside
-    of the modes of a simulation, whose tensors have no values and whose operations take time. At
-    its end torch forgets what it knows of sharded operations, whose meshes name process groups that
-    are gone then (a later mesh of the same ranks equals them)."""
+    """Make torch compute ranks of meshes, and offsets and global shapes of shards, outside of the
+    simulation's modes in this context. Within the modes, tensors have no values, and operations
+    take time. At the end, clear torch's cache of sharded operations: its meshes name process groups
+    that no longer exist, and a later mesh of the same ranks would be equal to them."""
     places: list[tuple[Any, str]] = [
         (DeviceMesh, name)
         for name in ("__init__", "_concatenate", "_flatten", "_unflatten", "from_group")
     ]
     places += [(DeviceMesh, "__getitem__"), (DeviceMesh, "get_coordinate")]
     places.append((dtensor_utils, "_compute_local_shape_and_global_offset"))
-    # Runs an operation with its global shapes.
+    # This method runs an operation with its global shapes.
     places.append((type(_propagator()), "_propagate_tensor_meta_non_cached"))
     originals = [(owner, name, vars(owner)[name]) for owner, name in places if name in vars(owner)]
     for owner, name, original in originals:
@@ -44,7 +44,7 @@ def meshes_with_values() -> Iterator[None]:
 
 
 def _forget_sharded_operations() -> None:
-    # torch's function for both imports numpy.
+    # torch has a function that clears both caches, but it imports numpy.
     _propagator().propagate_op_sharding.cache_clear()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
@@ -68,8 +68,8 @@ def _outside_of_modes(original: Any) -> Any:
 
 
 def _on_simulated_ranks(value: Any) -> Any:
-    """An argument of a mesh, with values if it is a fake tensor, and on the CPU, where simulated
-    ranks are. ``init_device_mesh`` numbers ranks in order."""
+    """Convert an argument of a mesh for simulated ranks: give values to a fake tensor, and replace
+    accelerators by the CPU. ``init_device_mesh`` numbers ranks in order."""
     if isinstance(value, FakeTensor):
         known = value.constant
         ranks = torch.arange(value.numel(), device="cpu").view(value.shape)
@@ -78,15 +78,15 @@ def _on_simulated_ranks(value: Any) -> Any:
 
 
 def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
-    """Returns the data-parallel dimensions of the mesh that the DTensor parameters of ``model`` are
-    over: those of its root mesh without theirs.
+    """Returns the data-parallel dimensions of the mesh of the model's DTensor parameters: all
+    dimensions of its root mesh that the parameters do not use.
 
     Args:
-        model: Its parameters may be DTensors.
-        data: Returned if there are none, or if they are over a slice of its root mesh.
+        model: A model whose parameters may be DTensors.
+        data: The mesh to return if there are no DTensors, or if it has the same root mesh.
 
     Raises:
-        ValueError: The root mesh has no other dimensions, has more than two, or has other ranks.
+        ValueError: The root mesh does not have one or two unused dimensions, or lacks ranks.
     """
     found = [each for each in model.parameters() if isinstance(each, DTensor)]
     roots = [each.device_mesh._get_root_mesh() for each in found]

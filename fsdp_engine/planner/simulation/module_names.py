@@ -1,8 +1,8 @@
-"""Names of the modules whose operations run, in forward and in backward.
+"""Finds the names of the modules whose operations run, in forward and in backward.
 
-In forward, and where a forward is recomputed, the module is the innermost one that is called. In
-backward it is the one that was called when the node of autograd was created: nodes have increasing
-sequence numbers, and the number of each change of module is recorded.
+In forward, and in a recomputed forward, this is the name of the innermost module being called. In
+backward it is the name of the module that was being called when the autograd node was created.
+Nodes have increasing sequence numbers, and the number at each change of module is recorded.
 """
 
 from __future__ import annotations
@@ -23,47 +23,48 @@ from torch.nn.modules.module import (
 
 
 class ModuleNames:
-    """The module whose operation runs."""
+    """Tracks the module whose operations run."""
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}
         self._called: list[str] = []
-        self._left = ""  # the last module whose call has ended
+        self._left = ""  # the module whose call ended last
         self._last = ""
-        # Sequence numbers at which the module changes, and its names.
+        # Sequence numbers at which the module changes, and the names of the modules.
         self._starts: list[int] = [0]
         self._modules: list[str] = [""]
         self._handles: list[Any] = []
         self._register: Callable[[], None] = lambda: None
 
     def set_model(self, model: nn.Module) -> None:
-        """Take the names of a model's modules."""
+        """Set the model whose module names are reported."""
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def current(self) -> str:
-        """The name of the module whose operation runs; "" outside of the model's children."""
+        """Returns the name of the module whose operation runs; "" outside of the model's
+        children."""
         if self._called:
             return self._called[-1]
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        if torch.is_grad_enabled():  # a recomputed forward, between calls of its modules
+        if torch.is_grad_enabled():  # in a recomputed forward, between calls of modules
             return _parent_of(self._left)
-        # Nodes that accumulate gradients have the largest number; the last module is "".
+        # Nodes that accumulate gradients have the largest numbers; the last recorded module is "".
         return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
 
     def last(self) -> str:
-        """The name of the last module whose operations ran, or run."""
+        """Returns the name of the module whose operations run or ran last."""
         self._last = self.current() or self._last
         return self._last
 
     def restart(self) -> None:
-        """Forget the record, at the start of a step."""
+        """Clear the record, at the start of a step."""
         self._starts, self._modules, self._last = [0], [""], ""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Context in which modules are called."""
+        """Record calls of modules in this context, by global hooks."""
 
         def enter(module: nn.Module, args: Any) -> None:
             del args
@@ -87,8 +88,8 @@ class ModuleNames:
             self._remove()
 
     def as_one(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """``method`` of a compiled module, called without hooks, which would be compiled. All of
-        its operations are the module's."""
+        """Returns ``method`` of a compiled module, wrapped so that it runs without the hooks, which
+        would be compiled. All of its operations are attributed to the module."""
 
         @functools.wraps(method)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -130,6 +131,6 @@ def _parent_of(name: str) -> str:
 
 
 def parents_of(name: str) -> list[str]:
-    """The modules around a module and itself, the outermost first, without containers of numbered
-    ones: "layers.3" and "layers.3.mlp" for "layers.3.mlp"."""
+    """Returns the names of a module and of the modules around it, the outermost first, without
+    containers of numbered modules: "layers.3" and "layers.3.mlp" for "layers.3.mlp"."""
     return [name[: match.end()] for match in re.finditer(r"[^.]+(?:\.\d+)*(?=\.|$)", name)]

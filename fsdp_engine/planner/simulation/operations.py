@@ -1,22 +1,22 @@
-"""The cost of operations: flops and bytes of computation; bytes, ranks and links of collectives.
+"""Costs of operations: flops and bytes of computation; bytes, ranks and links of collectives.
 
-The flops of matrix products and attention are those of ``torch.utils.flop_counter``, which counts
-causal attention in full; its time is that of the blocks that kernels do not skip. Other operations
-have no flops and take the time of the bytes that they read and write; functions (gelu, softmax,
-norms) also take time per element.
+The flops of matrix products and attention are computed by ``torch.utils.flop_counter``. It counts
+causal attention in full; the time of causal attention is that of the blocks that kernels do not
+skip. Other operations have no flops and take the time of the bytes that they read and write;
+functions (gelu, softmax, norms) also take time per element.
 Collectives take the time of a ring: for an all-gather or a reduce-scatter of N bytes over n ranks
 each rank sends (n - 1) / n of N in n - 1 hops, and twice that for an all-reduce.
 
 [Note: Model flops]
-Model flops utilization is the time that the model's flops take at the machine's peak, over the time
-of the step (Chowdhery et al., "PaLM", 2022, appendix B). Model flops are those of products and of
-attention in forward and backward, without recomputation: an operation that runs under grad mode in
-backward recomputes activations, and attention's backward computes the scores again. On frozen
-weights there is no gradient to count, and causal attention counts in full, as in that definition.
+Model flops utilization is the time that the model's flops take at the machine's peak, divided by
+the step time (Chowdhery et al., "PaLM", 2022, appendix B). Model flops are the flops of products
+and of attention in forward and backward, without recomputation: operations that run under grad mode
+in backward recompute activations, and attention's backward computes the scores again. Frozen
+weights have no gradient to count. Causal attention counts in full, as in that definition.
 
 [Note: Operation cache]
 A model of eighty blocks runs the same few hundred operations eighty times, in forward and backward,
-in each of two steps, and ``plan`` does so for every strategy. The metadata of an operation's
+in each of two steps, and ``plan`` repeats this for every strategy. The metadata of an operation's
 results depend only on the metadata of its arguments: dtype, shape, strides, offset, device. torch
 computes them by shape functions in Python, which took three quarters of a simulation's time. This
 cache runs each operation once per metadata, and stores a recipe for its results. For a later call
@@ -26,17 +26,17 @@ with the same metadata, the recipe returns for each result
     a view of one    x.t()        a tensor over its storage
     a new tensor     x + y        with a new storage
 
-Only the shape functions are skipped. The model, autograd, hooks and the engine run as without the
-cache, operations advance the clock, and the memory tracker records storages. The cache is therefore
-independent of blocks, units, checkpointing and side effects, and results are identical
+Only the shape functions are skipped. As without the cache, the model, autograd, hooks and the
+engine run, operations advance the clock, and the memory tracker records storages. The cache is
+therefore independent of blocks, units, checkpointing and side effects, and results are identical
 (``tests/planner/simulation/test_operation_cache.py``).
 
-There is no recipe, and torch runs the operation every time, for: operations outside of aten
-(collectives); operations that change an argument's shape or storage, or return other values than
-tensors and whole numbers; arguments that are not fake, or fake tensors with a constant value
-(``torch.tensor(1.0)``); complex and sparse tensors; results whose storage differs from that of
-``empty_strided``; and results for which one call does not determine which argument they are
-(``torch.add(x, y, out=x)``). Operations whose result's shape depends on values raise.
+Some operations have no recipe, and torch runs them every time. They are outside of aten
+(collectives); change an argument's shape or storage; return values other than tensors and whole
+numbers; take tensors that are not fake, have a constant value (``torch.tensor(1.0)``), or are
+complex or sparse; return a storage unlike that of ``empty_strided``; or return a tensor that equals
+several arguments, so that one call does not determine which (``torch.add(x, y, out=x)``).
+Operations whose result's shape depends on values raise an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ from fsdp_engine.planner.simulation.memory_access import (
 )
 from fsdp_engine.planner.simulation.memory_tracker import TRANSIENT, MemoryTracker, as_returned
 
-# Types of values that are part of the key. Their type is as well, since 1, 1.0 and True are equal.
+# Types of values that are part of the key. Their type is part of it, too: 1, 1.0 and True are
+# equal.
 _PLAIN = {type(None), bool, int, float, str}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
 _SEQUENCES = {tuple, list, torch.Size}
@@ -88,18 +89,18 @@ _UNCACHED = {"set_", "resize_", "resize_as_", "_resize_output_", "lift", "lift_f
 _SET = torch.ops.aten.set_.source_Storage_storage_offset
 _GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
 
-# The host issues for each chunk a product, a copy, and waits and barriers of two streams.
+# For each chunk the host issues a product, a copy, and waits and barriers of two streams.
 _CALLS_OF_A_CHUNK = 4
 
-# Instead of an argument's number: several arguments or results share the storage.
+# Replaces the index of an argument if several arguments or results share the storage.
 _AMBIGUOUS = -1
 
-_DEVICE_NAMES = ("fake_device", "_fake_device")  # of a fake tensor, in torch 2.11 and since
+_DEVICE_NAMES = ("fake_device", "_fake_device")  # in torch 2.11, and later
 
 
 @dataclass(frozen=True)
 class _View:
-    """Metadata of a view of a storage."""
+    """Metadata of a tensor over a storage."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -112,10 +113,10 @@ class _Result:
     """The recipe of one tensor.
 
     Attributes:
-        argument: Number of the argument that it is, or is a view of. None: it is new.
-        view: Its metadata. None: it is the argument itself.
-        device: Its fake device.
-        attributes: The attributes of the fake tensor, except for its mode.
+        argument: Index of the argument that the result is, or is a view of. None: it is new.
+        view: Metadata of the result. None: the result is the argument itself.
+        device: Fake device of the result.
+        attributes: Attributes of the fake tensor, except its mode.
     """
 
     argument: int | None
@@ -129,8 +130,9 @@ class Recipe:
     """The recipe of an operation's results, shared by all calls with the same metadata.
 
     Attributes:
-        results: Recipes in order; a number, or None, for a result that is one.
-        container: Type of the results' container. None: a single result.
+        results: Recipes of the results in order. A result that is a number or None is its own
+            recipe.
+        container: Type of the results' container. None: there is a single result.
     """
 
     results: tuple[_Result | int | None, ...]
@@ -138,11 +140,11 @@ class Recipe:
 
 
 class OperationCache:
-    """Recipes by operation and metadata; may be shared by several simulations.
+    """Recipes by operation and metadata. Several simulations may share a cache.
 
     Attributes:
-        num_hits: Calls whose results were created from a recipe.
-        num_misses: Calls that torch ran.
+        num_hits: Number of calls whose results were created from a recipe.
+        num_misses: Number of calls that torch ran.
     """
 
     def __init__(self) -> None:
@@ -152,11 +154,11 @@ class OperationCache:
     def run(
         self, mode: FakeTensorMode, func: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Recipe | None]:
-        """Call ``func(*args, **kwargs)`` below all dispatch modes but ``mode``.
+        """Call ``func(*args, **kwargs)`` below all dispatch modes except ``mode``.
 
         Returns:
-            The result, and the recipe; None if there is no recipe. Calls with the same recipe are
-            the same operation on the same metadata.
+            The result, and the recipe or None. Calls with the same recipe are the same operation on
+            the same metadata.
         """
         if func is _SET and _is_supported(args[0], mode):
             with in_kernel_invocation_manager(mode):
@@ -180,11 +182,11 @@ class OperationCache:
 
 
 def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The result of a product of grouped matrices, whose shape function (torch 2.11 to 2.13) knows
-    bf16 alone, although the kernels take other dtypes; None for any other operation.
+    """Returns the result of a product of grouped matrices; None for any other operation. torch's
+    shape function (2.11 to 2.13) only accepts bf16, although the kernels accept other dtypes.
 
     Raises:
-        RuntimeError: The matrices do not fit together.
+        RuntimeError: The numbers of groups differ, or the matrices cannot be multiplied.
     """
     if func is not _GROUPED_PRODUCT or args[0].dtype == torch.bfloat16:
         return None
@@ -196,7 +198,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
             "_grouped_mm: expected matrices and offsets of as many groups; found "
             f"{tuple(left.shape)} and {tuple(right.shape)} in {counts} groups"
         )
-    # Rows, columns, or both, of all groups are one matrix.
+    # The rows, columns, or both, of all groups form one matrix.
     found: Tensor = (left if left.ndim == 2 else left[0]) @ (right if right.ndim == 2 else right[0])
     if left.ndim == right.ndim:
         found = found.expand(counts[0], -1, -1).clone()
@@ -225,8 +227,8 @@ def _key(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, tensors: list[
 def _metadata(
     values: Any, mode: FakeTensorMode, tensors: list[FakeTensor]
 ) -> tuple[Any, ...] | None:
-    """The metadata of arguments, as a part of the key; None if they contain unsupported values.
-    Appends their tensors to ``tensors``."""
+    """Returns the metadata of arguments, as a part of the key; None if they contain unsupported
+    values. Appends their tensors to ``tensors``."""
     found: list[Any] = []
     for value in values:
         kind = type(value)
@@ -268,7 +270,7 @@ def _recipe_of(out: Any, mode: FakeTensorMode, tensors: Sequence[FakeTensor]) ->
     for each in (out,) if container is None else out:
         result: _Result | int | None = None
         if type(each) is int and container is not None:
-            result = each  # attention returns lengths
+            result = each  # attention also returns lengths
         elif each is not None:
             result = _result_of(each, mode, tensors, storages)
             if result is None:
@@ -309,8 +311,8 @@ def _storage_of(tensor: Tensor) -> int:
 
 
 def _least_bytes(view: _View) -> int:
-    """Bytes of the storage that ``empty_strided`` creates for the view; -1 if the view has an
-    offset."""
+    """Returns the bytes of the storage that ``empty_strided`` creates for the view; -1 if the view
+    has an offset."""
     if view.offset:
         return -1
     if 0 in view.shape:
@@ -339,7 +341,7 @@ def _tensor_of(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTens
         with in_kernel_invocation_manager(mode):
             base = tensors[result.argument]
             inner = torch.as_strided(base, view.shape, view.stride, view.offset)
-    # Like FakeTensor.__new__, without its checks.
+    # Does the same as FakeTensor.__new__, without its checks.
     fake: FakeTensor = Tensor._make_subclass(
         FakeTensor, inner, False, dispatch_device=True, device_for_backend_keys=result.device
     )
@@ -351,14 +353,14 @@ def _tensor_of(result: _Result, mode: FakeTensorMode, tensors: Sequence[FakeTens
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
 
-# Functions with a cost per element, also in backward.
+# Functions with a cost per element. Their backwards have this cost, too.
 _FUNCTIONS = {"gelu", "silu", "sigmoid", "tanh", "elu", "softplus", "mish", "hardswish", "glu"}
 _FUNCTIONS |= {"_softmax", "_log_softmax", "logsumexp", "log_sigmoid_forward", "log_sigmoid"}
 _FUNCTIONS |= {"exp", "expm1", "log", "log1p", "pow", "sin", "cos", "erf", "rsqrt"}
 _FUNCTIONS |= {"native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm"}
-# Those that remain in decomposed graphs; `pow` is a product there, mostly.
+# Functions that remain in decomposed graphs. `pow` is usually a product there.
 _FUSED_FUNCTIONS = _FUNCTIONS - {"pow"}
-# The factor of (n - 1) / n of the bytes that each rank sends, and of n - 1 hops.
+# Number of passes of the ring: each sends (n - 1) / n of the bytes in n - 1 hops.
 _RINGS = {
     "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
@@ -366,15 +368,15 @@ _RINGS = {
     "broadcast_": 1,
 }
 _ALL_TO_ALL, _SEND = "alltoall_base_", "send"
-# Collectives that models issue, DTensors for example.
+# Namespace of collectives that models issue, for example through DTensors.
 _MODEL_COLLECTIVES = "_c10d_functional"
 _MODEL_RINGS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "broadcast": 1}
 _MODEL_RINGS |= {"all_reduce": 2}
 
 
 def _with_heads(key: Tensor, query: Tensor) -> tuple[int, ...]:
-    """The shape of keys or values with as many heads as queries, which kernels may share (torch's
-    formulas know that since 2.13)."""
+    """Returns the shape of keys or values with as many heads as queries, which may share heads of
+    keys in a kernel. torch's formulas support shared heads since 2.13."""
     return (key.shape[0], query.shape[1], *key.shape[2:])
 
 
@@ -393,13 +395,14 @@ def _attention_backward(
 
 
 def _grouped(left: Tensor, right: Tensor, *_: Any, **__: Any) -> int:
-    """Of rows, or inner sizes, or columns that are divided between groups; or of whole batches."""
+    """Returns the flops of a product whose rows, inner dimension or columns are divided into
+    groups, or of a batched product."""
     num_products = left.shape[0] if left.ndim == right.ndim == 3 else 1
     return 2 * num_products * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
 def _recurrent(rows: Tensor, into: Tensor, recurrent: Tensor, *_: Any, **__: Any) -> int:
-    """Of a layer of an LSTM: each row of each time is multiplied by both matrices."""
+    """Returns the flops of an LSTM layer: both matrices multiply each row at each time step."""
     return 2 * (rows.numel() // rows.shape[-1]) * (into.numel() + recurrent.numel())
 
 
@@ -407,8 +410,8 @@ def _recurrent_backward(rows: Tensor, *matrices: Any, **_: Any) -> int:
     return 2 * _recurrent(rows, *matrices)
 
 
-# Of what flop_counter does not list, or not with fewer heads of keys. Attention on fake tensors is
-# the CPU's kernel, but for ring attention.
+# Formulas for operations that flop_counter does not list, or lists without shared heads of keys.
+# Attention on fake tensors is the CPU's kernel, except for ring attention.
 _MORE_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._grouped_mm: _grouped,
     _aten._scaled_grouped_mm: _grouped,
@@ -425,13 +428,13 @@ _MORE_FLOPS: dict[Any, Callable[..., int]] = {
 _RING_ATTENTION = _aten._scaled_dot_product_flash_attention.default
 _RING_ATTENTION_BACKWARD = _aten._scaled_dot_product_flash_attention_backward.default
 
-# On fake tensors, for all devices.
+# Attention's backward on fake tensors, on all devices.
 _ATTENTION_BACKWARD = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     _RING_ATTENTION_BACKWARD,
 }
 _WITH_SCRATCH = {*_ATTENTION_BACKWARD, _aten.sum.dim_IntList}
-# Of the five products of attention's backward one computes the scores again.
+# One of the five products of attention's backward computes the scores again.
 _ATTENTION_BACKWARD_SHARE = 4 / 5
 
 _OURS = {Tensor, FakeTensor, torch.nn.Parameter}
@@ -439,20 +442,20 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Operations(TorchDispatchMode):
-    """Mode in which every operation advances the clock.
+    """A dispatch mode in which every operation advances the clock.
 
     Args:
         clock: The clock of the lanes.
-        memory: Tracks the results of operations.
-        fake: The mode of the tensors.
-        known: A cache of operations.
+        memory: The tracker of the memory of results.
+        fake: The fake mode of the tensors.
+        known: The cache of operations.
 
     Attributes:
-        is_recomputation: Whether the operations of compiled code that run are recomputations.
-        data_ranks: The data-parallel ranks, once there is an engine. Groups of other ranks are the
-            model's.
+        is_recomputation: Whether the compiled operations that run now are recomputations.
+        data_ranks: The data-parallel ranks, once there is an engine. Other groups belong to the
+            model.
         context_ranks: The context-parallel ranks.
-        num_ring_attentions: Forwards of ring attention so far, one for each block of keys.
+        num_ring_attentions: Number of forwards of ring attention so far, one per block of keys.
     """
 
     supports_higher_order_operators = True  # torch passes them to this mode
@@ -474,7 +477,7 @@ class Operations(TorchDispatchMode):
         self.data_ranks: frozenset[int] | None = None
         self.context_ranks: list[int] = []
         self.num_ring_attentions = 0
-        self._ranks: dict[str, list[int]] = {}  # of groups
+        self._ranks: dict[str, list[int]] = {}  # ranks by name of the group
         self._pending: dict[int, SimulatedTicket] = {}  # by storage of the result
         self._seconds_of_fused: dict[Kernel, float] = {}
         self._is_compiled = False
@@ -482,12 +485,12 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether code is compiled though this mode is active, without it."""
+        """Returns True: code is compiled although this mode is active, and without it."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True would call into the compiler for every operation, which is slower than this class.
+        # True would make each operation call into the compiler, which is slower.
         return False
 
     @not_compiled
@@ -522,14 +525,14 @@ class Operations(TorchDispatchMode):
 
     @contextmanager
     def compiled(self, *, is_backward: bool) -> Iterator[None]:
-        """Context of a compiled graph: views and allocations take no time of the host.
+        """Run a compiled graph in this context: its views and allocations take no host time.
 
         Args:
-            is_backward: Whether the graph is one of backward.
+            is_backward: Whether it is a backward graph.
         """
         before = self._is_compiled, self.is_recomputation
         self._is_compiled = True
-        # A forward that runs in backward recomputes activations.
+        # A forward graph that runs in the backward phase recomputes activations.
         self.is_recomputation = self._clock.phase == "backward" and not is_backward
         try:
             yield
@@ -537,7 +540,7 @@ class Operations(TorchDispatchMode):
             self._is_compiled, self.is_recomputation = before
 
     def fused(self, kernel: Kernel) -> None:
-        """Run a kernel of fused operations, whose results are allocated."""
+        """Run a kernel of fused operations. Its results are already allocated."""
         seconds = self._seconds_of_fused.get(kernel)
         if seconds is None:
             functions = sum(
@@ -549,7 +552,7 @@ class Operations(TorchDispatchMode):
         self._clock.compute(kernel.label, seconds)
 
     def _run_composed(self, func: Any, composed: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the operations that an operation consists of."""
+        """Run the operations that a composed operation consists of."""
         clock = self._clock
         flops, seconds = clock.model_flops, clock.seconds_at_peak
         with self:
@@ -561,16 +564,16 @@ class Operations(TorchDispatchMode):
         return out
 
     def flex_attention(self, kernel: FlexKernel, num_bytes: int) -> None:
-        """Run a kernel of ``flex_attention``, whose results are allocated.
+        """Run a kernel of ``flex_attention``. Its results are already allocated.
 
         Args:
             kernel: The kernel.
-            num_bytes: Read and written.
+            num_bytes: Number of bytes read and written.
         """
         query, processor = kernel.query, self._clock.machine.processor
         name = BACKWARD if kernel.is_backward else FORWARD
         if kernel.is_backward:
-            # The sums of products of each output and its gradient, in fp32, are a kernel before.
+            # A separate kernel first sums the products of each output and its gradient, in fp32.
             sums = query.shape[:-1].numel() * torch.float32.itemsize
             outputs = query.shape[:-1].numel() * kernel.value.shape[-1] * query.itemsize
             self._clock.compute("fused mul, sum", processor.fused_seconds(2 * outputs + sums))
@@ -616,7 +619,7 @@ class Operations(TorchDispatchMode):
             self._memory.sample(scratch_bytes(func, args, out))
 
     def _copies_state(self, args: Any) -> bool:
-        """Whether a copy is one between the device and another place; if so, it is done."""
+        """Run a copy between the device and another place. Returns whether it is such a copy."""
         target, source = args[0], args[1]
         places = [self._memory.place_of(each) for each in (target, source)]
         if places[0] == places[1]:
@@ -628,8 +631,8 @@ class Operations(TorchDispatchMode):
         return True
 
     def _is_on_host(self, args: Any) -> bool:
-        """Whether an operation's tensors lie at homes in host memory, so that the host of a device
-        computes it. Tensors of a list lie at one place."""
+        """Returns whether a tensor of an operation is in host memory, so that the host of a device
+        computes the operation. All tensors of a list are at the same place."""
         for each in args:
             if isinstance(each, list | tuple) and each:
                 each = each[0]
@@ -638,8 +641,8 @@ class Operations(TorchDispatchMode):
         return False
 
     def _operation_on_host(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Run an operation on the host of a device; its new results lie there."""
-        if func is _COPY:  # reads no target
+        """Run an operation on the host of a device. Its new results are in host memory."""
+        if func is _COPY:  # does not read the target
             num_bytes: int | None = sum(map(num_bytes_of, args[:2]))
         else:
             num_bytes = accessed_bytes(func, args, kwargs, out)
@@ -654,7 +657,7 @@ class Operations(TorchDispatchMode):
                 self._memory.moved(each, allocator.HOST)
 
     def _seconds(self, func: Any, args: Any, kwargs: Any, out: Any) -> float | None:
-        """Device time of the operation; None if it only takes host time."""
+        """Returns the device time of an operation; None if it only takes host time."""
         packet = func._overloadpacket
         num_bytes = accessed_bytes(func, args, kwargs, out)
         if num_bytes is None:
@@ -680,7 +683,7 @@ class Operations(TorchDispatchMode):
     def _count_flops(
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
     ) -> None:
-        """Count the model's flops; see [Note: Model flops]."""
+        """Add the operation's model flops; see [Note: Model flops]."""
         if self._is_again():
             return
         known = None if recipe is None else self._flops_by.get(recipe)
@@ -701,8 +704,8 @@ class Operations(TorchDispatchMode):
         return flops / self._clock.machine.processor.peak_flops(dtype) if flops else 0.0
 
     def _is_again(self) -> bool:
-        """Whether an operation's flops are no model flops: it recomputes activations, or is one of
-        the optimizer's."""
+        """Returns whether an operation has no model flops, because it recomputes activations or is
+        part of the optimizer step."""
         phase = self._clock.phase
         is_again = phase == "backward" and torch.is_grad_enabled()
         return is_again or self.is_recomputation or phase == "step"
@@ -710,7 +713,7 @@ class Operations(TorchDispatchMode):
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
         if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
-            return  # sends no data: a barrier, a wait, a receive
+            return  # these send no data: a barrier, a wait, a receive
         num_bytes = max(num_bytes_of(each) for each in tensors_of(args))
         group = next(each for each in map(_as_group, args) if each is not None)
         num_ranks, stride = group.size(), self._stride(group)
@@ -718,7 +721,7 @@ class Operations(TorchDispatchMode):
         if name == _SEND:
             link = machine.link_to(args[2] * stride)  # the simulated rank is the first of its node
             sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)
-        elif name == _ALL_TO_ALL and args[3]:  # parts of various sizes, none for this rank
+        elif name == _ALL_TO_ALL and args[3]:  # parts of different sizes, none for this rank
             link = machine.link(num_ranks, stride)
             output, source, _, from_ranks, to_ranks = args[:5]
             received = [each * output.itemsize for each in from_ranks]
@@ -741,7 +744,7 @@ class Operations(TorchDispatchMode):
             self._clock.send(sent, seconds, of_compute)
 
     def _message_of_model(self, func: Any, args: Any, out: Any) -> None:
-        """Start a collective of the model beside compute, or wait for its result."""
+        """Start a collective of the model in parallel to compute, or wait for its result."""
         name = func._overloadpacket.__name__
         if name == "wait_tensor":
             ended = self._pending.pop(_storage_of(args[0]), None)
@@ -759,7 +762,8 @@ class Operations(TorchDispatchMode):
         sent = sent_bytes(num_bytes, num_ranks, ring)
         seconds = message_seconds(link, num_bytes, num_ranks, ring)
         if "all_to_all" in name and _num_peers(args) == 1:
-            # To the next rank. In one group of several nodes, some next ranks are in other nodes.
+            # Each rank sends to the next rank. In a group over several nodes, some next ranks are
+            # on other nodes.
             sent = float(num_bytes)
             seconds = machine.link_to((num_ranks - 1) * stride).seconds(sent, 1)
         elif "all_to_all" in name:
@@ -777,7 +781,7 @@ class Operations(TorchDispatchMode):
     def _chunked_product(
         self, func: Any, args: Any, kwargs: Any, out: Any, recipe: Recipe | None
     ) -> None:
-        """Run a product beside the message of its operand or result; see [Note: Chunked
+        """Run a product overlapped with the collective of its operand or result; see [Note: Chunked
         products]."""
         product = ChunkedProduct.of(func, args, out)
         clock, name, num_chunks = self._clock, func._overloadpacket.__name__, product.group.size()
@@ -809,12 +813,13 @@ class Operations(TorchDispatchMode):
             self._memory.sample(num_bytes)
 
     def _stride(self, group: dist.ProcessGroup) -> int:
-        """The stride between the ranks of a group."""
+        """Returns the stride between the ranks of a group."""
         ranks = self._ranks_of(group)
         return ranks[1] - ranks[0] if len(ranks) > 1 else 1
 
     def _is_of_model(self, group: dist.ProcessGroup) -> bool:
-        """Whether no two ranks of a group are data-parallel ranks of each other."""
+        """Returns whether the group belongs to the model: it has at most one of the data-parallel
+        ranks."""
         ranks = self._ranks_of(group)
         return (
             self.data_ranks is not None
@@ -830,14 +835,14 @@ class Operations(TorchDispatchMode):
 
 
 def message_seconds(link: Link, num_bytes: int, num_ranks: int, ring: int = 1) -> float:
-    """Seconds of a collective of ``num_bytes`` over ``num_ranks`` with ``ring`` passes of a
-    ring."""
+    """Returns the seconds of a collective of ``num_bytes`` over ``num_ranks`` with ``ring`` passes
+    of a ring."""
     return link.seconds(sent_bytes(num_bytes, num_ranks, ring), ring * (num_ranks - 1))
 
 
 def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride: int) -> float:
-    """Seconds of an all-to-all of ``num_bytes`` over ``num_ranks`` with a stride of ``stride``.
-    Communication within the node overlaps with that to other nodes."""
+    """Returns the seconds of an all-to-all of ``num_bytes`` over ``num_ranks`` ranks with this
+    stride. Communication within the node overlaps with communication between nodes."""
     part = num_bytes / num_ranks
     near = _ranks_in_node(machine, num_ranks, stride) - 1
     far = num_ranks - 1 - near
@@ -848,12 +853,13 @@ def all_to_all_seconds(machine: Machine, num_bytes: int, num_ranks: int, stride:
 def exchange_seconds(
     machine: Machine, sent: Sequence[int], received: Sequence[int], stride: int
 ) -> float:
-    """Seconds of an all-to-all of parts of various sizes, as :func:`all_to_all_seconds`.
+    """Returns the seconds of an all-to-all with parts of different sizes; see
+    :func:`all_to_all_seconds`.
 
     Args:
         machine: The machine.
-        sent, received: Bytes by rank.
-        stride: The stride of the ranks.
+        sent, received: Bytes by rank of the group.
+        stride: The stride of the group's ranks.
     """
 
     def seconds(link: Link, ranks: range) -> float:
@@ -867,19 +873,20 @@ def exchange_seconds(
 
 
 def _ranks_in_node(machine: Machine, num_ranks: int, stride: int) -> int:
-    """Ranks with a stride of ``stride`` in the node of the first one, itself included."""
+    """Returns the number of ranks with this stride in the node of the first rank, including it."""
     return min(num_ranks, math.ceil(machine.ranks_per_node / stride))
 
 
 def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:
-    """Bytes that each rank sends in such a collective."""
+    """Returns the bytes that each rank sends in a collective with ``ring`` passes of a ring."""
     return ring * num_bytes * (num_ranks - 1) / num_ranks
 
 
 @cache
 def _composed(func: Any) -> Callable[..., Any] | None:
-    """The function of other operations that an operation consists of; None: it is a kernel.
-    Autograd takes apart all but operators of torch in Python and the functions that these call."""
+    """Returns the function of other operations that an operation is composed of; None: it is a
+    kernel. Autograd decomposes all composed operations except torch's Python operators and the
+    functions that these call."""
     if isinstance(func, HigherOrderOperator):
         composed: Callable[..., Any] | None
         composed = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
@@ -887,7 +894,7 @@ def _composed(func: Any) -> Callable[..., Any] | None:
             raise NotImplementedError(f"{func}: expected an operator that consists of operations")
         return composed
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    # Some, such as ``silu_backward``, are a kernel on the CPU and on devices.
+    # Some composed operations, such as ``silu_backward``, are a kernel on the CPU and on devices.
     is_composed = (
         func.namespace == "aten"
         and has_kernel(func.name(), "CompositeImplicitAutograd")
@@ -897,12 +904,12 @@ def _composed(func: Any) -> Callable[..., Any] | None:
 
 
 def _dtype(args: Any) -> torch.dtype:
-    """The dtype of an operation's products."""
+    """Returns the dtype of an operation's products."""
     return next((t.dtype for t in tensors_of(args) if t.is_floating_point()), torch.float32)
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Floating-point operations of matrix products and attention."""
+    """Returns the floating-point operations of matrix products and attention."""
     packet = func._overloadpacket
     if func.namespace == chunked_products.NAMESPACE:
         return ChunkedProduct.of(func, args, out).flops
@@ -914,7 +921,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 def _attention_of(func: Any, args: Any, kwargs: Any) -> Attention | None:
-    """The shape of an operation that is attention; else None."""
+    """Returns the shape of an attention operation; None for other operations."""
     name = func._overloadpacket.__name__
     if "scaled_dot_product" not in name:
         return None
@@ -926,23 +933,24 @@ def _attention_of(func: Any, args: Any, kwargs: Any) -> Attention | None:
 
 
 def _positional(func: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Positional arguments that were given by name, and the others."""
+    """Returns the arguments that were given by name, split into positional and keyword-only
+    ones."""
     names = [each.name for each in func._schema.arguments if not each.kwarg_only]
     others = {name: value for name, value in kwargs.items() if name not in names}
     return [kwargs[name] for name in names if name in kwargs], others
 
 
 def _ring_block_share(func: Any, args: Any, kwargs: Any) -> float:
-    """The model flops of a block of ring attention over those that it computes. Load-balanced
-    causal attention computes half of the queries, or of the keys, of each block but the diagonal
-    one; causal attention counts in full."""
+    """Returns the model flops of a block of ring attention divided by the computed flops.
+    Load-balanced causal attention computes half of the queries or of the keys of each block except
+    the diagonal one, but counts in full."""
     block = _attention_of(func, args, kwargs)
     assert block is not None
     return 1.0 if block.num_queries == block.num_keys else 2.0
 
 
 def _num_peers(args: Any) -> int | None:
-    """The ranks that an all-to-all sends to, itself included; None: all."""
+    """Returns the number of ranks that an all-to-all sends to, including this one; None: all."""
     sizes = args[2]
     return None if not sizes else sum(1 for size in sizes if size)
 

@@ -1,12 +1,12 @@
-"""Masks of transformers' models in simulations, whose tensors have no values.
+"""Replaces the checks of transformers' models for masks, since simulated tensors have no values.
 
-Without a mask or a cache, these models ask whether positions begin anew within a row, which means
-several sequences in it and a mask for attention. Fake tensors have no values to tell: the models
-would then make the mask, as they do for an exported program. Positions that the models make
-themselves never begin anew.
+Without a mask or a cache, these models check whether positions start again within a row, which
+would mean several packed sequences in the row, and a mask for attention. Fake tensors have no
+values, so the models would assume packed sequences and make the mask, as they do for an exported
+program. Positions that the models generate themselves never start again.
 
-With a mask of the tokens, ``attention_mask`` of (rows, tokens), they ask whether it masks any. In
-simulations it does, so that attention has a mask.
+With a mask of the tokens, ``attention_mask`` of shape (rows, tokens), the models check whether it
+masks any token. Simulations assume that it does, so that attention has a mask.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from fsdp_engine.planner.simulation.device_kernels import Place, for_fake_tensor
 
 
 def masks_of_rows(inputs: Any = None) -> AbstractContextManager[None]:
-    """Context in which these models take every row for one sequence, with padding if the batch has
-    a mask. The models have been built, so that transformers has been imported if it is used.
+    """Returns a context in which these models treat every row as one sequence, with padding if the
+    batch has a mask. Enter it after the model has been built, so that transformers is imported if
+    the model uses it.
 
     Args:
-        inputs: The batch. If it says where its tokens are, rows may be packed.
+        inputs: The batch. If it has ``position_ids``, rows may be packed.
     """
     module = sys.modules.get("transformers.masking_utils")
     packed, all_true = (module, "find_packed_sequence_indices"), (module, "fast_all")

@@ -111,7 +111,7 @@ class PipelineSimulation:
 
     def trace(self) -> dict[str, Any]:
         """Returns the timeline in Chrome's trace event format, with one process for each rank of
-        the pipeline, which has the rows of ``Simulation.trace``."""
+        the pipeline. Each process has the rows of ``Simulation.trace``."""
         events = []
         for number, (rank, start) in enumerate(zip(self.ranks, self.starts, strict=True)):
             for event in rank.trace()["traceEvents"]:

@@ -1,4 +1,4 @@
-"""The stages of a simulated pipeline: the arguments of a job, and the ranks that run its stages."""
+"""The checked arguments of a simulated pipeline, and the ranks that run its stages."""
 
 from __future__ import annotations
 
@@ -48,19 +48,19 @@ from fsdp_engine.planner.state_places import offload_of
 
 if TYPE_CHECKING:
     PipelineStage = stage.PipelineStage
-else:  # without the extension no schedule is simulated: see `schedule_class`
+else:  # without the extension `schedule_class` raises an error
     PipelineStage = (find_module("pipelines.pipeline_stage") or stage).PipelineStage
 
 CPU = torch.device("cpu")
 
-# The first step records the order of units, and ranks begin the second one as far apart as they end
-# the first. A third step is like the second: `test_a_third_step_is_like_the_second`.
+# The first step records the order of units, and the ranks start the second one with the offsets at
+# which they end the first. A third step is like the second: `test_a_third_step_is_like_the_second`.
 STEPS = 2
 
-# Kinds of actions.
+# Kinds of actions of a schedule.
 FORWARD, BACKWARD = "forward", "backward"
 BACKWARD_OF_INPUTS, BACKWARD_OF_WEIGHTS = "backward of inputs", "backward of weights"
-# torch's letters for them.
+# torch's letters for the kinds.
 LETTERS = {FORWARD: "F", BACKWARD: "B", BACKWARD_OF_INPUTS: "I", BACKWARD_OF_WEIGHTS: "W"}
 
 
@@ -69,10 +69,10 @@ class Action:
     """A forward or a backward of one microbatch.
 
     Attributes:
-        kind: ``FORWARD``, ``BACKWARD``, or, of a split backward, ``BACKWARD_OF_INPUTS`` and
+        kind: ``FORWARD`` or ``BACKWARD``, or for a split backward ``BACKWARD_OF_INPUTS`` or
             ``BACKWARD_OF_WEIGHTS``.
-        stage: Its index.
-        microbatch: Its number.
+        stage: Index of the stage.
+        microbatch: Index of the microbatch.
     """
 
     kind: str
@@ -82,14 +82,14 @@ class Action:
 
 @dataclass(frozen=True)
 class Recorded:
-    """The steps of one rank.
+    """The recorded steps of one rank.
 
     Attributes:
-        tape: Its clock.
-        result: Returns the record of the last step, with the times of a replay of ``tape``, whose
-            start and seconds are given.
+        tape: The clock of the rank, with a record of its calls.
+        result: Takes a replay of ``tape``, and the start and seconds of the last step in it.
+            Returns the simulation of this step.
         actions: The actions of a step.
-        num_targets: Elements of the rank's targets in a step.
+        num_targets: Number of target elements of the rank in a step.
     """
 
     tape: RecordingClock
@@ -100,7 +100,7 @@ class Recorded:
 
 @dataclass(frozen=True)
 class PipelineJob:
-    """The arguments of :func:`~.simulation.pipeline.simulate_pipeline`, checked.
+    """The checked arguments of :func:`~.simulation.pipeline.simulate_pipeline`.
 
     Attributes:
         stages_of: Indices of the stages of each rank.
@@ -119,36 +119,36 @@ class PipelineJob:
 
     @property
     def pipeline(self) -> int:
-        """Ranks of a pipeline."""
+        """Number of ranks in a pipeline."""
         return len(self.stages_of)
 
     @property
     def has_one_stage_per_rank(self) -> bool:
-        """Whether it is a schedule of torch for one stage per rank."""
+        """Whether the schedule is one of torch's schedules with one stage per rank."""
         return issubclass(self.schedule, schedules.PipelineScheduleSingle)
 
     @property
     def num_stages(self) -> int:
-        """All stages."""
+        """Number of stages."""
         return sum(map(len, self.stages_of))
 
     @property
     def data_size(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks of a stage."""
         return math.prod(self.sizes)
 
     @property
     def num_batches(self) -> int:
-        """Batches at a time: one for each group of context-parallel ranks."""
+        """Number of batches at a time, one for each group of context-parallel ranks."""
         return self.data_size // self.step.context_parallel
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of ranks of the job."""
         return self.pipeline * self.data_size * self.step.tensor_parallel
 
     def process(self, clock: Clock, rank: int = 0) -> AbstractContextManager[SimulatedProcess]:
-        """The process of a rank of the pipeline."""
+        """Returns a context in which this process is a rank of the pipeline."""
         return simulated_process(
             clock,
             self.sizes,
@@ -160,7 +160,7 @@ class PipelineJob:
         )
 
     def module(self, index: int, mesh: DeviceMesh) -> nn.Module:
-        """Returns the fake module of a stage, with its tensor parallelism."""
+        """Returns the fake module of a stage, with tensor parallelism applied."""
         module = build_fake_model(partial(self.stages, index, self.num_stages))
         if self.step.tensor_parallel > 1:
             model = with_tp_plan(module) if self.step.parallelize is None else module
@@ -168,10 +168,10 @@ class PipelineJob:
         return module
 
     def action_kinds(self) -> tuple[str, ...]:
-        """Returns the kinds of the actions of the schedule, in the order of ``LETTERS``.
+        """Returns the kinds of actions in the schedule, in the order of ``LETTERS``.
 
         Raises:
-            ValueError: The schedule does not take the number of microbatches or of stages.
+            ValueError: The schedule does not accept the number of microbatches or of stages.
         """
         with self.process(Clock(self.step.machine)) as process:
             schedule = self.make_schedule(empty_stages(self.stages_of, process.device_mesh))
@@ -189,25 +189,25 @@ class PipelineJob:
         stages: Sequence[stage.PipelineStage],
         loss: Callable[[Any, Any], Tensor] | None = None,
     ) -> Any:
-        """Returns torch's schedule of a rank's stages.
+        """Returns torch's schedule for the stages of a rank.
 
         Args:
             stages: The stages of the rank.
-            loss: None: :meth:`loss_of`.
+            loss: The loss function. None: :meth:`loss_of`.
 
         Raises:
-            ValueError: It does not take the number of microbatches or of stages.
+            ValueError: The schedule does not accept the number of microbatches or of stages.
         """
         return make_schedule(
             self.schedule, stages, self.pipeline, self.step.microbatches, loss or self.loss_of
         )
 
     def loss_of(self, output: Any, target: Any) -> Tensor:
-        """The loss of a microbatch.
+        """Returns the loss of a microbatch.
 
         Raises:
             SimulationError: The user's function raised an exception.
-            ValueError: It returns no tensor of one element that requires grad.
+            ValueError: The function does not return a tensor of one element that requires grad.
         """
         with as_simulation_error("the loss"):
             found = self.loss(output, target)
@@ -219,9 +219,9 @@ class PipelineJob:
         return found
 
     def infer_arguments(self) -> tuple[list[tuple[Tensor, ...]], list[int]]:
-        """Returns the arguments of each stage, and the output of the last one, on the meta device,
-        as torch's stages infer them in their first step; and for each stage the first one that does
-        the same with the same arguments."""
+        """Returns the arguments of each stage, followed by the output of the last one, on the meta
+        device, as torch's stages infer them in their first step. Also returns for each stage the
+        index of the first stage with equal operations and arguments."""
         alike, first = self._find_alike(), list[int]()
         with self.process(Clock(self.step.machine)) as process, ExitStack() as stack:
             context = context_of(process, self.step)
@@ -233,7 +233,7 @@ class PipelineJob:
                 stack.enter_context(context.shards(inputs))
             found = [tuple(map(_on_meta, inputs))]
             for index in range(self.num_stages):
-                # The first one receives nothing, and the last one has the loss.
+                # The first stage receives nothing, and the last one has the loss, so they differ.
                 ends = [(n == 0, n == self.num_stages - 1) for n in range(len(found))]
                 kinds = list(zip(alike, ends, map(_kinds, found), strict=False))
                 first.append(kinds.index(kinds[index]))
@@ -245,8 +245,8 @@ class PipelineJob:
         return found, first
 
     def _find_alike(self) -> list[int]:
-        """For each stage the first one with the same modules, as far as stages can be built on the
-        meta device."""
+        """Returns for each stage the index of the first one with equal modules, or its own index if
+        the stages cannot be built on the meta device."""
         first: list[int] = []
         modules: list[nn.Module] = []
         try:
@@ -261,12 +261,12 @@ class PipelineJob:
     def _outputs(
         self, index: int, inputs: tuple[Tensor, ...], process: SimulatedProcess
     ) -> tuple[Tensor, ...]:
-        """The outputs of a stage."""
+        """Returns the outputs of a stage."""
         module = self.module(index, process.device_mesh)
         engine = shard_fake(module, process.device_mesh, self.step)
         with (
             masks_of_rows(),
-            _compiling_nothing(),  # the process' hooks would be traced
+            _compiling_nothing(),  # otherwise the process' hooks would be traced
             as_simulation_error(f"forward of stage {index}"),
         ):
             output = engine.model(*inputs)
@@ -277,16 +277,16 @@ class PipelineJob:
                 f"stages: expected a stage {index} that returns a tensor or a tuple of "
                 f"tensors, no DTensors; found {output!r}"
             )
-        # Those of the last stage may be DTensors, such as logits for ``loss_parallel``.
+        # Outputs of the last stage may be DTensors, such as logits for ``loss_parallel``.
         local = [each.to_local() if isinstance(each, DTensor) else each for each in outputs]
         return tuple(_detached(each) for each in local if isinstance(each, Tensor))
 
     def made(self, name: str, fake: Any) -> tuple[Tensor, ...]:
-        """The fake tensors of "batch" or "target", of one microbatch.
+        """Returns the fake tensors of "batch" or "target" for one microbatch.
 
         Raises:
             SimulationError: The user's function raised an exception.
-            TypeError: There are other values than tensors.
+            TypeError: The batch or target contains other values than tensors.
         """
         given = getattr(self, name)
         with as_simulation_error(f"making the {name}"):
@@ -300,12 +300,12 @@ class PipelineJob:
         return found
 
     def of_step(self, name: str, fake: Any) -> tuple[Tensor, ...]:
-        """The fake tensors of "batch" or "target", of all microbatches."""
+        """Returns the fake tensors of "batch" or "target" for all microbatches."""
         return tuple(torch.cat([each] * self.step.microbatches) for each in self.made(name, fake))
 
     def link(self, first: int, second: int) -> Link:
-        """The link between two ranks of the pipeline: that between nodes if it is for any of the
-        ranks of their stages."""
+        """Returns the link between two ranks of the pipeline. This is the link between nodes if any
+        pair of the ranks of their stages is on different nodes."""
         machine, size = self.step.machine, self.data_size * self.step.tensor_parallel
         nodes = [
             {(rank * size + each) // machine.ranks_per_node for rank in (first, second)}
@@ -322,12 +322,12 @@ class PipelineJob:
         clock: RecordingClock,
         keep: Callable[[Tensor], object] | None = None,
     ) -> Iterator[PipelineRank]:
-        """A rank of the pipeline, with its sharded stages.
+        """Simulate a rank of the pipeline, with its sharded stages, in this context.
 
         Args:
-            rank: Its number.
+            rank: The pipeline rank.
             arguments: See :meth:`infer_arguments`.
-            clock: The clock of the rank, at which messages of other ranks arrive at once.
+            clock: The clock of the rank. Messages of other ranks arrive on it immediately.
             keep: See :func:`messages_recorded`.
         """
         indices = self.stages_of[rank]
@@ -346,7 +346,7 @@ class PipelineJob:
             context = context_of(process, self.step)
             sequences = (*inputs, *targets)
             if context is not None and not sequences:
-                # torch's context manager takes the length of sequences from a tensor.
+                # torch's context manager reads the sequence length from a tensor.
                 length = sequence_length(self.made("batch", process.fake))
                 sequences = (allocator.empty((1, length or 0), torch.uint8, CPU),)
             group = mesh._get_root_mesh().get_group("pp")
@@ -380,7 +380,7 @@ class PipelineJob:
             )
 
     def record(self, rank: int, arguments: Sequence[tuple[Tensor, ...]]) -> Recorded:
-        """Simulate the steps of a rank of the pipeline alone."""
+        """Simulate the steps of one rank of the pipeline, without the others."""
         clock = RecordingClock(self.step.machine, self.world_size)
         actions: list[Action] = []
         with self.rank(rank, arguments, clock) as found:
@@ -414,14 +414,14 @@ class PipelineRank:
         number: The number of the rank.
         clock: The clock of the rank.
         process: The process of the rank.
-        modules: The modules of its stages, by name.
+        modules: The modules of the rank's stages, by name.
         engines: The engines of these modules.
-        optimizer: The optimizer of all of them.
-        stages: The same modules, for a schedule.
+        optimizer: The optimizer of all these modules.
+        stages: The stages of the rank, for a schedule.
         inputs: The inputs of a step, if the rank has the first stage.
-        targets: The targets of a step, if it has the last stage.
-        context: Its context-parallel ranks; None: sequences are not sharded.
-        sequences: Inputs and targets, or if it has none a tensor of their length.
+        targets: The targets of a step, if the rank has the last stage.
+        context: The context-parallel group of the rank; None: sequences are not sharded.
+        sequences: The inputs and targets. If the rank has neither, a tensor of their length.
     """
 
     job: PipelineJob
@@ -439,12 +439,12 @@ class PipelineRank:
 
     @property
     def overlaps_forward(self) -> bool:
-        """Whether the optimizer steps beside the next forward."""
+        """Whether the optimizer step overlaps with the next forward."""
         return any(offload_of(engine).overlap_forward for engine in self.engines)
 
     @property
     def num_targets(self) -> int:
-        """Elements of the targets of a step."""
+        """Number of target elements in a step."""
         return sum(each.numel() for each in self.targets)
 
     def step(self, schedule: Any) -> None:
@@ -456,13 +456,13 @@ class PipelineRank:
         """Run the forwards and backwards of a step."""
         target, context = next(iter(self.targets), None), self.context
         shards: AbstractContextManager[None] = nullcontext()
-        if context is not None:  # stages without attention may be beside others
+        if context is not None:  # some stages may have no attention
             shards = context.shards(self.sequences, needs_attention=False)
         with shards:
             schedule.step(*self.inputs, target=target, return_outputs=False)
 
     def result(self, clock: Clock, start: float, seconds: float) -> Simulation:
-        """The record of the last step, on this clock; see :func:`~.simulate.simulation_of`."""
+        """Returns the simulation of the last step; see :func:`~.simulate.simulation_of`."""
         title = f"pipeline rank {self.number}, {self.engines[0].strategy}"
         num_bytes = checkpoint_bytes_of(self.modules, self.optimizer)
         memory = self.process.memory
@@ -470,7 +470,7 @@ class PipelineRank:
 
 
 def empty_stages(stages_of: Sequence[Sequence[int]], mesh: DeviceMesh) -> list[stage.PipelineStage]:
-    """Returns the stages of the first rank of a pipeline, with modules that do nothing.
+    """Returns the stages of the first rank of a pipeline, with identity modules.
 
     Args:
         stages_of: Indices of the stages of each rank.
@@ -489,15 +489,15 @@ def make_schedule(
     microbatches: int,
     loss: Callable[[Any, Any], Tensor],
 ) -> Any:
-    """Returns torch's schedule of a rank's stages.
+    """Returns torch's schedule for the stages of a rank.
 
     Args:
-        schedule, pipeline, microbatches, loss: see
+        schedule, pipeline, microbatches, loss: See
             :func:`~.simulation.pipeline.simulate_pipeline`.
         stages: The stages of the rank.
 
     Raises:
-        ValueError: It does not take the number of microbatches or of stages.
+        ValueError: The schedule does not accept the number of microbatches or of stages.
     """
     is_single = issubclass(schedule, schedules.PipelineScheduleSingle)
     try:
@@ -510,7 +510,7 @@ def make_schedule(
 
 
 def _single_actions(actions: Iterable[Any]) -> Iterator[Any]:
-    """torch's actions without idle ones, and the parts of those that overlap."""
+    """Yields torch's actions without idle ones. Overlapping actions are split into their parts."""
     for action in actions:
         if action is not None and action.sub_actions:
             yield from _single_actions(action.sub_actions)
@@ -523,8 +523,8 @@ def _detached(tensor: Tensor) -> Tensor:
 
 
 def _compiling_nothing() -> AbstractContextManager[object]:
-    """Context in which compiled modules run eagerly."""
-    is_loaded = "torch._dynamo" in sys.modules  # as it is where a module was compiled
+    """Returns a context in which compiled modules run eagerly."""
+    is_loaded = "torch._dynamo" in sys.modules  # true if a module was compiled
     return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
@@ -544,16 +544,16 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Any, target: Any) -> Tensor:
-    """The loss of a language model: of logits ``[..., vocab]`` and targets ``[...]``."""
+    """Returns the loss of a language model from logits ``[..., vocab]`` and targets ``[...]``."""
     return F.cross_entropy(logits.flatten(0, -2).float(), target.flatten())
 
 
 class SimulatedStage(PipelineStage):
-    """A stage that sets the phase of the clock, and whose messages have labels.
+    """A stage that sets the phase of the clock and labels its messages.
 
     Attributes:
         clock: The clock of the rank.
-        begins: Called with each forward and backward when it begins.
+        begins: Called with each forward and backward at its start.
         received_bytes: See :class:`fsdp_engine.pipelining.PipelineStage`.
     """
 
@@ -570,7 +570,7 @@ class SimulatedStage(PipelineStage):
         self.begin(FORWARD, "forward", fwd_chunk_id)
         try:
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        except RuntimeError as error:  # torch's, from the error of the forward
+        except RuntimeError as error:  # torch wraps the error of the forward
             if isinstance(error.__cause__, SimulationError):
                 raise error.__cause__ from error.__cause__.__cause__
             raise
@@ -614,17 +614,17 @@ class SimulatedStage(PipelineStage):
         return _labelled(super().get_bwd_send_ops(bwd_chunk_id), label)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        return []  # torch 2.11 opens connections by messages without contents
+        return []  # torch 2.11 opens connections by empty messages
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
-        # All stages know the shapes of their arguments.
+        # All stages already have the shapes of their arguments.
         return SimpleNamespace(item=lambda: 1)
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
         return SimpleNamespace(item=lambda: 1)
 
     def begin(self, kind: str, phase: str, microbatch: int) -> None:
-        """Begin a forward or backward."""
+        """Set the phase, and report the start of a forward or backward."""
         self.clock.phase = phase
         self.begins(Action(kind, self.stage_index, microbatch))
 
@@ -640,14 +640,14 @@ def _labelled(operations: list[Any], label: str) -> list[Any]:
 
 
 class _Work:
-    """A message in flight, in place of torch's ``Work``, which keeps the tensor: that of NCCL until
-    compute waits for it, that of gloo as long as it exists."""
+    """A message in flight, which replaces torch's ``Work``. It holds the tensor as torch does: with
+    NCCL until compute waits for the message, with gloo as long as the work exists."""
 
     def __init__(self, clock: RecordingClock, number: int, tensor: Tensor | None) -> None:
         self._clock, self._number, self._tensor = clock, number, tensor
 
     def wait(self) -> bool:
-        """Make compute wait for it."""
+        """Make compute wait for the message."""
         if self._clock.machine.host_runs_ahead:
             self._tensor = None
         self._clock.wait_for_message(self._number)
@@ -658,12 +658,13 @@ class _Work:
 def messages_recorded(
     clock: RecordingClock, rank: int, keep: Callable[[Tensor], object] | None = None
 ) -> Iterator[None]:
-    """Within it, messages of torch's schedules are recorded by the clock of a pipeline's rank.
+    """Record the messages of torch's schedules on the clock of a pipeline rank in this context.
 
     Args:
         clock: The clock of the rank.
-        rank: Its number.
-        keep: Called with each sent tensor, which messages do not keep then. None: they keep it.
+        rank: The pipeline rank.
+        keep: Called with each sent tensor, which is then not held by its message. None: messages
+            hold their tensors.
     """
 
     def post(operations: Sequence[Any], desc: str | None = None) -> list[_Work]:

@@ -1,8 +1,8 @@
-"""The ranks of a simulation, and its backend.
+"""The simulated ranks and their backend.
 
-Tensors are on the CPU, and torch's backend is "fake". A host that computes itself, with gloo, and a
-device with collectives of its own differ in the idle memory that an engine keeps, and in the
-scratch memory of a reduction.
+Tensors are on the CPU, and torch's backend is "fake". Two kinds of machines differ in the idle
+memory that an engine keeps and in the scratch memory of a reduction: a host that computes itself
+and communicates by gloo, and a device with collectives of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedBackend(Backend):
-    """The backend of a simulation.
+    """The backend of a simulation, which the engine uses instead of a real one.
 
     Args:
         on_host, clock, moved: See :func:`simulated_ranks`.
@@ -77,30 +77,30 @@ def simulated_ranks(
     pipeline: int = 1,
     pipeline_rank: int = 0,
 ) -> Iterator[DeviceMesh]:
-    """Within it, this process is a rank of a mesh of ``sizes`` whose other ranks do not exist:
-    what it sends goes nowhere, what it receives is whatever was there.
+    """Make this process a rank of a mesh of ``sizes`` whose other ranks do not exist. Sent data is
+    dropped, and received data is undefined. The groups are destroyed at the end.
 
     Args:
         sizes: The sizes of each data-parallel axis.
-        on_host: Messages go as they do over gloo, between CPUs, and not as between devices.
-        clock: Makes the lanes of engines. None: they have those of CPUs.
-        moved: Called with memory that is booked on the host or on a disk.
+        on_host: Communicate as with gloo between CPUs, not as between devices.
+        clock: Makes the lanes of engines. None: engines have the lanes of CPUs.
+        moved: Called with each tensor that is booked on the host or on a disk, and its place.
         context_parallel, tensor_parallel, pipeline: See :func:`data_mesh_beside`.
-        pipeline_rank: This process' coordinate on "pp"; its others are 0.
+        pipeline_rank: This process' coordinate on "pp"; its other coordinates are 0.
 
     Raises:
-        RuntimeError: torch.distributed is initialised already.
+        RuntimeError: torch.distributed is already initialised.
     """
     if dist.is_initialized():
         raise RuntimeError(
             "simulate: expected a process without process groups; found torch.distributed "
             "initialised. Simulate before init_process_group, or in a process of its own"
         )
-    # Registers the backend "fake", too.
+    # This import also registers the backend "fake".
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     num_ranks = math.prod(sizes) * tensor_parallel
-    hook = sys.excepthook  # torch prefixes the rank to the lines of errors, and leaves it so
+    hook = sys.excepthook  # torch replaces it, to prefix error lines by the rank
     dist.init_process_group(
         "fake", store=FakeStore(), rank=pipeline_rank * num_ranks, world_size=pipeline * num_ranks
     )
@@ -119,17 +119,17 @@ def data_mesh_beside(
     tensor_parallel: int = 1,
     pipeline: int = 1,
 ) -> DeviceMesh:
-    """The axes that parameters are sharded over, of a root mesh of all ranks.
+    """Returns the axes that parameters are sharded over, as a submesh of a root mesh of all ranks.
 
     Args:
         device_type: The device type of the mesh.
         sizes: The sizes of these axes, (inner,) or (outer, inner).
-        context_parallel: Consecutive ranks of the inner axis that share sequences: the dimension
-            "cp" of the root mesh, if it is more than 1.
-        tensor_parallel: Consecutive ranks at each place of these axes: the innermost dimension,
-            "tp", of the root mesh, if it is more than 1.
-        pipeline: Such meshes side by side: the outermost dimension, "pp", of the root mesh, if it
-            is more than 1.
+        context_parallel: Number of consecutive ranks of the inner axis that share sequences. If it
+            is more than 1, the root mesh has the dimension "cp".
+        tensor_parallel: Number of consecutive ranks at each place of these axes. If it is more than
+            1, the innermost dimension of the root mesh is "tp".
+        pipeline: Number of such meshes side by side. If it is more than 1, the outermost dimension
+            of the root mesh is "pp".
     """
     names = ["outer", "inner"][-len(sizes) :]
     shape = {"pp": pipeline, **dict(zip(names, sizes, strict=True))}

@@ -10,17 +10,17 @@ T = TypeVar("T")
 
 
 def add_all(*numbers: float) -> float:
-    """The sum of numbers."""
+    """Returns the sum of numbers."""
     return sum(numbers)
 
 
 def combined(function: Callable[..., float], *records: T) -> T:
-    """Returns a record whose numbers are those of ``records``, combined by ``function``.
+    """Combine the numbers of ``records`` by ``function``, and return the record of the results.
 
     Args:
-        function: Takes as many numbers as there are records.
-        records: Numbers, or dicts or dataclasses of one class that consist of records. A name that
-            a dict lacks has 0.
+        function: Takes one number of each record.
+        records: Numbers, or dicts or dataclasses of one class whose values are again records. A
+            name that is missing in a dict counts as 0.
     """
     every: tuple[Any, ...] = records
     found: Any

@@ -1,4 +1,4 @@
-"""``simulate``: runs the engine on a simulated machine.
+"""``fe.simulate``: runs the engine on a simulated machine.
 
 The model is built (``build_fake_model``), sharded and trained for two steps in this process, with
 fake tensors (``FakeTensorMode``: shapes and dtypes without memory) over simulated ranks. Lanes
@@ -6,10 +6,10 @@ advance a clock instead of running work, and the machine's figures determine the
 operation. Since the engine itself runs, the simulation follows its implementation. The result has
 times, exposed communication, memory, and a timeline.
 
-A simulation does not need initial values. Functions of ``torch.nn.init`` that read the values that
-they have drawn get False or 0, so that they do not draw again. Models also read numbers from
-generated ranges (``[x.item() for x in torch.linspace(0, rate, depth)]``); the values of such
-ranges are computed and kept in addition to the fake tensors.
+A simulation does not need initial values. Functions of ``torch.nn.init`` that read drawn values get
+False or 0, so that they do not draw again. Models also read numbers from generated ranges
+(``[x.item() for x in torch.linspace(0, rate, depth)]``); the values of such ranges are computed and
+kept in addition to the fake tensors.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def build_meta_module(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 def to_fake(batch: Any, fake: FakeTensorMode) -> Any:
-    """The batch with fake tensors on the CPU instead of tensors on any device."""
+    """Returns the batch, with fake tensors on the CPU instead of tensors on any device."""
 
     def converted(tensor: Tensor) -> Tensor:
         if tensor.is_meta or tensor.device.type != "cpu":
@@ -147,13 +147,13 @@ def to_fake(batch: Any, fake: FakeTensorMode) -> Any:
 
 
 def _built_outside_of_modes(build: Callable[[], nn.Module]) -> Any:
-    """Build a model on the meta device without the modes of the simulation, which take most of the
-    time.
+    """Build a model on the meta device without the dispatch modes of the simulation, which would
+    take most of the time.
 
     Returns:
-        The model; None if ``build`` uses other tensors than plain ones on the meta device, reads
-        values, raises an exception, or makes tensors that the model keeps elsewhere than in
-        parameters and buffers: the simulation counts their memory.
+        The model. None if ``build`` uses tensors other than plain ones on the meta device, reads
+        values, raises an exception, or makes tensors that the model keeps outside of parameters
+        and buffers; the simulation must then run ``build`` itself to count their memory.
     """
     try:
         with _disable_current_modes(), _OnlyMeta() as mode:
@@ -172,12 +172,12 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 
 class _OnlyMeta(TorchDispatchMode):
-    """Mode that refuses operations on other tensors than plain ones on the meta device, and those
-    that read values.
+    """A mode that refuses operations that read values, or that use tensors other than plain ones on
+    the meta device.
 
     Attributes:
-        has_refused: It has refused one, whose exception ``build`` may have caught.
-        storages: The storages of results by their address, until they are freed.
+        has_refused: Whether an operation was refused. ``build`` may have caught the exception.
+        storages: The storages of results by address, until they are freed.
     """
 
     def __init__(self) -> None:
@@ -205,7 +205,7 @@ class _OnlyMeta(TorchDispatchMode):
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Tensors of an operation's arguments or results; faster than by ``tree_leaves``."""
+    """Yields the tensors of an operation's arguments or results. Faster than ``tree_leaves``."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
@@ -214,14 +214,14 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class _DeepCopies(TorchFunctionMode):
-    """Mode in which ``copy.deepcopy`` works for fake tensors, for ``nn.TransformerEncoder``, which
-    copies its layer. torch's implementation (2.11, 2.13) reads the address of the data, which fake
-    tensors do not have, and copies their mode."""
+    """A mode in which ``copy.deepcopy`` works for fake tensors: ``nn.TransformerEncoder`` copies
+    its layer. torch's implementation (2.11, 2.13) reads the data's address, which fake tensors do
+    not have, and copies their mode."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Copy fake leaves; call any other function."""
+        """Copy fake leaf tensors; call any other function unchanged."""
         is_copy = func is Tensor.__deepcopy__ and isinstance(args[0], FakeTensor)
         if is_copy and args[0].is_leaf:
             return _deepcopied(*args)
@@ -244,7 +244,7 @@ def _deepcopied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
 
 
 class _FirstValues(TorchDispatchMode):
-    """Mode for building a model; see the module docstring."""
+    """A mode for building a model without initial values; see the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -270,14 +270,14 @@ class _FirstValues(TorchDispatchMode):
             self._rows[storage._cdata] = row
             weakref.finalize(storage, self._rows.pop, storage._cdata, None).atexit = False
         elif func._schema.is_mutable:
-            for each in args[:1]:  # the first argument is the one that is modified
+            for each in args[:1]:  # mutable operations modify their first argument
                 if isinstance(each, Tensor):
                     self._rows.pop(each.untyped_storage()._cdata, None)
         return out
 
 
 def _is_in_init() -> bool:
-    """Whether a function of ``torch.nn.init`` is on the call stack."""
+    """Returns whether a function of ``torch.nn.init`` is on the call stack."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.nn.init":
@@ -289,7 +289,7 @@ def _is_in_init() -> bool:
 def _to_fake_cpu(tensor: Tensor) -> Tensor:
     twin: Tensor
     source = tensor if type(tensor) in _PLAIN else tensor.detach()
-    if type(source) in _PLAIN and source.layout is torch.strided:  # without a fake one on meta
+    if type(source) in _PLAIN and source.layout is torch.strided:  # avoids a fake tensor on meta
         twin = allocator.empty_strided_like(source, _CPU)
     elif isinstance(source, DTensor):
         local = allocator.empty_like(source._local_tensor, _CPU)
@@ -303,8 +303,8 @@ def _to_fake_cpu(tensor: Tensor) -> Tensor:
 
 
 def _user_attributes(tensor: Tensor, twin: Tensor) -> dict[str, Any]:
-    """The user's attributes of ``tensor``, without those of fake tensors (such as the device in
-    torch 2.11)."""
+    """Returns the user's attributes of ``tensor``, without attributes of fake tensors (such as the
+    device in torch 2.11)."""
     marks = {key: mark for key, mark in vars(tensor).items() if key not in vars(twin)}
     return {key: mark for key, mark in marks.items() if key[0] != "_"}
 
@@ -314,7 +314,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 _WAITS = "compute waits for"
-# The row of modules in the timeline.
+# Name of the timeline's row of modules.
 MODULES = "modules"
 
 
@@ -325,27 +325,28 @@ class Simulation:
     Attributes:
         title: Strategy and ranks.
         machine: The simulated machine.
-        seconds: From the end of the previous step to the end of this one.
+        seconds: Seconds from the end of the previous step to the end of this one.
         spans: Operations of each lane.
         exposed: Waits of compute for communication, and for copies of offloaded state and
             activations.
-        memory: By kind, at the peak.
+        memory: Bytes by kind, at the peak.
         sent_bytes: Bytes that a rank sends, by axis ("inner", "outer",
             "context", "tensor").
-        budget: Elements in the engine's prefetch window.
+        budget: Number of elements in the engine's prefetch window.
         staging_budget: The engine's limit on gradients in flight.
-        elsewhere: Bytes of offloaded state and activations by place ("host", "disk"), beside
-            ``memory``.
-        copied_bytes: Bytes of them that a rank copies, by lane.
-        memory_series: Memory over time: seconds, and bytes by kind in the order of ``KINDS``. The
-            time is that at which compute runs the operations that are issued then.
-        memory_by_place: The largest memory by kind, in the order of ``KINDS``, at each place: a
-            phase, and the name of the last module that ran.
-        model_flops: floating-point operations of the model on one rank, without recomputation.
-        seconds_at_peak: The time that they take at the machine's peak.
-        checkpoint_bytes: The bytes of parameters and optimizer state in full.
-        further: What each further microbatch would add to a step of three or more; None: the step
-            has fewer. See [Note: Steps of many microbatches] in ``planner/batch_search.py``.
+        elsewhere: Bytes of offloaded state and activations by place ("host", "disk"). ``memory``
+            does not include them.
+        copied_bytes: Bytes of offloaded state and activations that a rank copies, by lane.
+        memory_series: Memory over time: pairs of seconds and bytes by kind in the order of
+            ``KINDS``. The time is when compute runs the operations that are issued at that point.
+        memory_by_place: The largest memory by kind, in the order of ``KINDS``, at each place. A
+            place is a phase and the name of the last module that ran.
+        model_flops: Floating-point operations of the model on one rank, without recomputation.
+        seconds_at_peak: Time that ``model_flops`` take at the machine's peak.
+        checkpoint_bytes: Bytes of parameters and optimizer state in full.
+        further: Time and traffic that each further microbatch would add to a step of three or more.
+            None: the step has fewer. See [Note: Steps of many microbatches] in
+            ``planner/batch_search.py``.
     """
 
     title: str
@@ -379,7 +380,7 @@ class Simulation:
 
     @property
     def message_seconds(self) -> dict[str, float]:
-        """Busy time of each of the other lanes."""
+        """Busy time of each lane other than compute."""
         names = sorted({span.lane for span in self.spans} - {lanes.COMPUTE})
         return {name: _busy(self.spans, name) for name in names}
 
@@ -390,7 +391,7 @@ class Simulation:
 
     @property
     def exposed_by_lane(self) -> dict[str, float]:
-        """The same by lane."""
+        """Time in which compute waited for communication and copies, by lane."""
         return _by_lane(self.exposed)
 
     @property
@@ -400,7 +401,7 @@ class Simulation:
 
     @property
     def part(self) -> StepPart:
-        """The whole step."""
+        """The figures of the whole step."""
         return StepPart(
             self.seconds,
             self.compute_seconds,
@@ -412,8 +413,8 @@ class Simulation:
         )
 
     def trace(self) -> dict[str, Any]:
-        """The timeline in Chrome's trace event format: a row for each lane, one for the modules
-        whose operations compute runs, one for waits, and a counter of bytes by kind."""
+        """Returns the timeline in Chrome's trace event format: a row for each lane, one for the
+        modules whose operations compute runs, one for waits, and a counter of bytes by kind."""
         rows = [MODULES, lanes.COMPUTE, _WAITS, *self.message_seconds]
         events: list[dict[str, Any]] = [
             {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": self.title}}
@@ -440,13 +441,13 @@ class Simulation:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def module_spans(self) -> list[Span]:
-        """The time intervals of modules on the compute lane: from the first of successive
-        operations of a module and the modules in it to the last. Those of outer modules are before
-        those of inner ones. The lane of each is "modules"."""
+        """Returns the time intervals of modules on the compute lane. An interval spans successive
+        operations of a module and its submodules. Outer modules are before inner ones. The lane of
+        each interval is "modules"."""
         found: list[Span] = []
-        running: list[int] = []  # numbers of the last spans, the outermost module first
+        running: list[int] = []  # indices of the open intervals, the outermost module first
         for span in self.spans:
-            if span.lane != lanes.COMPUTE or not span.module:  # the engine's own, between others
+            if span.lane != lanes.COMPUTE or not span.module:  # the engine's own operation
                 continue
             names = parents_of(span.module)
             depth = 0
@@ -463,7 +464,7 @@ class Simulation:
         return found
 
     def save_trace(self, path: str | Path) -> None:
-        """Write :meth:`trace` as JSON, for Perfetto (ui.perfetto.dev)."""
+        """Write the trace as JSON, for Perfetto (ui.perfetto.dev)."""
         Path(path).write_text(json.dumps(self.trace()))
 
     def __str__(self) -> str:
@@ -510,9 +511,9 @@ def _ms(seconds: float) -> str:
 
 
 # Microbatches of the steps before the one that is returned. The first step records the order of
-# units, and the second prefetches in that order. A third step, and more microbatches in the first,
+# units, and the second prefetches in that order. A third step, or more microbatches in the first,
 # would change nothing: `test_more_first_steps_add_nothing`. (The optimizer's first step has no
-# state to copy. Where the next forward overlaps steps, a third one overlaps the second's.)
+# state to copy, so one more step runs first if forward overlaps the previous optimizer step.)
 FIRST_STEPS = (1,)
 
 
@@ -531,32 +532,31 @@ def simulate(
 
     Args:
         build: Returns the model, on any device.
-        world_size: All ranks. Parameters may be DTensors, over a mesh that ``build`` creates by
-            ``init_device_mesh``; its other dimensions are the data-parallel ones.
+        world_size: Number of ranks. Parameters may be DTensors over a mesh that ``build`` creates
+            by ``init_device_mesh``; the other dimensions of this mesh are data-parallel.
         batch: The model's inputs on one rank, or on one group of context-parallel ranks: a tuple of
             arguments, a dict of keyword arguments, a single argument, or a function that returns
             one of these. Only the shapes and dtypes of tensors are used.
-        loss: Returns the loss for the model's output. None: the output, or its attribute ``loss``,
-            summed if it has several elements.
-        options: The other options. None: they are keyword arguments. An
-            ``fe.Options`` is one of these, the argument of ``fe.shard``.
-        **given: Fields of :class:`~.step_options.StepOptions`: ``mesh``, ``machine``,
-            ``optimizer``, ``microbatches``, ...; and options of
-            :func:`~fsdp_engine.sharding.shard`: ``strategy``, ``outer_strategy``, ``units``,
-            ``mp_policy``, ``options``, ``extensions``, ...
+        loss: Computes the loss from the model's output. None: the output, or its attribute
+            ``loss``, summed if it has several elements.
+        options: A ``StepOptions`` with the other options. None: they are keyword arguments. An
+            ``fe.Options`` is instead passed on as the ``options`` argument of ``fe.shard``.
+        **given: Fields of ``StepOptions``: ``mesh``, ``machine``, ``optimizer``,
+            ``microbatches``, ...; and arguments of ``fe.shard``: ``strategy``, ``outer_strategy``,
+            ``units``, ``mp_policy``, ``options``, ``extensions``, ...
 
     Raises:
         SimulationError: The model, the loss or the optimizer cannot run with fake tensors (for
-            example, they read values), or raised an exception; names the line.
+            example, because they read values), or raised an exception; the message names the line.
         RuntimeError: torch.distributed is initialized in this process.
         TypeError: ``build`` does not return a module, its forward does not accept ``batch``, or an
-            argument has another type.
-        ValueError: ``mesh`` does not have the data-parallel ranks, ``tensor_parallel`` does not
-            divide ``world_size`` or the model's heads, ``context_parallel`` does not divide the
-            inner axis, or half of a sequence, or the model's attention cannot be ring attention on
-            this machine, there is no microbatch, an extension
-            checks values of gradients, there are no blocks to compile, the machine's link to
-            offloaded tensors is unknown, no parameter requires grad, or there is no loss that
+            argument has a wrong type.
+        ValueError: An argument is invalid. ``mesh`` does not have the data-parallel ranks;
+            ``tensor_parallel`` does not divide ``world_size`` or the model's heads;
+            ``context_parallel`` does not divide the inner axis or half of a sequence, or the model
+            or the machine does not allow torch's ring attention; there is no microbatch; an
+            extension checks values of gradients; there are no blocks to compile; the machine's link
+            to offloaded tensors is unknown; no parameter requires grad; or there is no loss that
             requires grad.
     """
     check_count("world_size", world_size, "1 rank or more")
@@ -626,14 +626,14 @@ def sharded(
     mesh: DeviceMesh,
     step: StepOptions,
 ) -> tuple[list[Engine], torch.optim.Optimizer]:
-    """Shard modules of a simulated rank, and make their optimizer.
+    """Shard the modules of a simulated rank, and make their optimizer.
 
     Args:
         process: The process of the rank.
-        stack: Contexts in which they run.
-        model: Contains the modules.
-        modules: To shard.
-        mesh: The data-parallel axes.
+        stack: Receives the contexts in which the modules run.
+        model: The module that contains ``modules``.
+        modules: The modules to shard.
+        mesh: The mesh of the data-parallel axes.
         step: Options of the step.
 
     Returns:
@@ -658,7 +658,7 @@ def sharded(
 
 
 def shard_fake(module: nn.Module, mesh: DeviceMesh, step: StepOptions) -> Engine:
-    """Shard a fake module, which has no values to compare between ranks."""
+    """Shard a fake module. Its ranks have no values to compare or broadcast."""
     values = "same" if find_module("initial_values") is None else "rank0"
     return shard(module, mesh, **step.shard, initial_values=values)
 
@@ -670,7 +670,7 @@ def ranks_of(mesh: DeviceMesh) -> list[int]:
 
 
 def context_of(process: SimulatedProcess, step: StepOptions) -> ContextParallel | None:
-    """Returns the context-parallel ranks of a rank. None: sequences are not sharded."""
+    """Returns the context-parallel group of a rank. None: sequences are not sharded."""
     if step.context_parallel == 1:
         return None
     mesh = process.device_mesh._get_root_mesh()["cp"]
@@ -687,13 +687,13 @@ def simulation_of(
     seconds: float,
     checkpoint_bytes: int,
 ) -> Simulation:
-    """Returns the record of a step.
+    """Returns the simulation of one step.
 
     Args:
         title: The title of the simulation.
-        clock, memory: The clock and memory of the rank, with the record of the step.
+        clock, memory: The clock and memory of the rank, which recorded the step.
         engines: The engines of the rank's models; their prefetch windows are added up.
-        start, seconds: The start and seconds of the step.
+        start, seconds: The start of the step and its duration.
         checkpoint_bytes: See :class:`Simulation`.
     """
     spans, exposed = since(start, clock)
@@ -720,7 +720,7 @@ def simulation_of(
 
 
 def since(start: float, clock: Clock) -> tuple[tuple[Span, ...], tuple[Exposed, ...]]:
-    """The operations and waits of a clock, with times since ``start``."""
+    """Returns the operations and waits of a clock, with times relative to ``start``."""
     return (
         tuple(
             replace(each, start=each.start - start, end=each.end - start) for each in clock.spans
@@ -730,7 +730,7 @@ def since(start: float, clock: Clock) -> tuple[tuple[Span, ...], tuple[Exposed, 
 
 
 def part_between(clock: Clock, start: Mark, end: Mark) -> StepPart:
-    """The part of a step that the clock has recorded between two marks."""
+    """Returns the part of a step that the clock has recorded between two marks."""
     spans = clock.spans[start.num_spans : end.num_spans]
     return replace(
         combined(sub, end.part, start.part),
@@ -753,7 +753,7 @@ def _by_lane(exposed: Iterable[Exposed]) -> dict[str, float]:
 def parallelize_model(
     model: nn.Module, parallelize: Parallelize | None, tp_mesh: DeviceMesh
 ) -> None:
-    """Apply tensor parallelism, by the user's function or by the model's own plan.
+    """Apply tensor parallelism, by the user's function or by the model's ``tp_plan``.
 
     Raises:
         SimulationError: The function raised an exception.
@@ -772,8 +772,8 @@ def parallelize_model(
 
 
 def checkpoint_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the parameters and of their optimizer state, with the shapes that all ranks' shards
-    have together."""
+    """Returns the bytes of the parameters and of their optimizer state, counted over all ranks'
+    shards."""
     tensors: list[Tensor] = [*model.parameters()]
     for state in optimizer.state.values():
         tensors += [each for each in tree_leaves(state) if isinstance(each, Tensor)]
@@ -781,10 +781,10 @@ def checkpoint_bytes_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> i
 
 
 def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
-    """Call ``shard_optimizer``, whose trial steps for offloaded state may read values.
+    """Call ``shard_optimizer``, whose trial steps for offloaded state may read values of tensors.
 
     Raises:
-        SimulationError: They do.
+        SimulationError: A trial step reads values.
         ValueError: See :func:`~fsdp_engine.optim.shard_optimizer`.
     """
     try:
@@ -797,7 +797,7 @@ def shard_optimizer_of(optimizer: torch.optim.Optimizer) -> None:
 
 
 class _Step:
-    """One step of training.
+    """Runs training steps of a simulated rank.
 
     Args:
         process: The process of the rank.
@@ -823,7 +823,7 @@ class _Step:
         self._context = context
 
     def run(self, microbatches: int) -> list[Mark]:
-        """Run all microbatches, then the optimizer's step; returns the end of each microbatch."""
+        """Run all microbatches, then the optimizer's step; return the end of each microbatch."""
         ends = []
         context, clock = self._context, self._process.clock
         for number in range(microbatches):
@@ -844,7 +844,7 @@ class _Step:
         return ends
 
     def _loss_of(self, output: Any) -> Tensor:
-        """The loss of the model's ``output``.
+        """Returns the loss for the model's ``output``.
 
         Raises:
             ValueError: There is no loss, or it does not require grad.
@@ -876,7 +876,7 @@ def _describe(value: object) -> str:
 
 
 def _held_bytes(engines: Iterable[Engine]) -> Counter[str]:
-    """Bytes of engines by role, with their idle memory for transient storages."""
+    """Returns the bytes of engines by role, including their idle memory for transient storages."""
     found = Counter[str]()
     for engine in engines:
         found.update({**engine.memory_bytes(), "idle": engine.idle_memory_bytes})
@@ -884,7 +884,7 @@ def _held_bytes(engines: Iterable[Engine]) -> Counter[str]:
 
 
 def _signature(model: nn.Module) -> inspect.Signature | None:
-    """The signature of the forward; None if the user's pre-hooks may change the arguments."""
+    """Returns the signature of forward; None if the user's pre-hooks may change the arguments."""
     return inspect.signature(model.forward) if not model._forward_pre_hooks else None
 
 
@@ -920,7 +920,8 @@ def _loss_of_output(output: Any) -> Tensor:
 
 
 def make_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """DTensors have a group of their own: torch's fused step takes no others beside them."""
+    """Returns an AdamW optimizer. DTensors have a group of their own, because torch's fused step
+    does not accept DTensors and plain tensors in one group."""
     every = list(parameters)
     groups = [
         [each for each in every if isinstance(each, DTensor) is kind] for kind in (False, True)

@@ -1,4 +1,4 @@
-"""The process of one rank in a simulation: its process groups, its lanes, and fake tensors."""
+"""The process of one simulated rank: its process groups, its lanes, and fake tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from fsdp_engine.planner.simulation.simulation_error import as_simulation_error
 
 @dataclass(frozen=True)
 class SimulatedProcess:
-    """One rank of a simulated job.
+    """The process of one rank of a simulated job.
 
     Attributes:
         clock: The clock of the rank.
-        device_mesh: The data-parallel axes.
-        fake: The mode of all tensors.
-        operations: Advance the clock.
-        memory: The memory of the rank.
+        device_mesh: The mesh of the data-parallel axes.
+        fake: The mode in which all tensors are fake.
+        operations: The mode whose operations advance the clock.
+        memory: The memory tracker of the rank.
         names: The names of the modules whose operations run.
     """
 
@@ -41,14 +41,14 @@ class SimulatedProcess:
     names: ModuleNames
 
     def restart(self) -> None:
-        """Forget the record of the step before."""
+        """Clear the record of the previous step."""
         free_traces()
         self.memory.restart()
         self.clock.restart()
         self.names.restart()
 
     def step(self, optimizer: Optimizer) -> None:
-        """Run the optimizer's step, and clear gradients.
+        """Run the optimizer step, and clear gradients.
 
         Raises:
             SimulationError: The step raised an exception.
@@ -72,13 +72,13 @@ def simulated_process(
     pipeline: int = 1,
     pipeline_rank: int = 0,
 ) -> Iterator[SimulatedProcess]:
-    """Within it, this process is one rank of a job, and what it runs advances ``clock``.
+    """Make this process one rank of a job in this context: its operations advance ``clock``.
 
     Args:
         clock: The clock of the rank.
         sizes: The sizes of the data-parallel axes.
         known: A cache of operations.
-        context_parallel, tensor_parallel, pipeline, pipeline_rank: see
+        context_parallel, tensor_parallel, pipeline, pipeline_rank: See
             :func:`~.simulation.ranks.simulated_ranks`.
 
     Raises:

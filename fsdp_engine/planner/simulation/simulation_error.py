@@ -1,4 +1,4 @@
-"""Errors of ``plan`` and ``simulate``: arguments, and code that cannot be simulated.
+"""Errors of ``fe.plan`` and ``fe.simulate``: invalid arguments, and code that cannot be simulated.
 
 An argument error contains the argument's name, the expected value and the found one.
 ``SimulationError`` contains the reason and the line of the user's code.
@@ -28,9 +28,11 @@ from torch._subclasses.fake_tensor import (
 
 
 def check_count(name: str, value: object, expected: str) -> None:
-    """Raises:
-    TypeError: ``value`` is not an integer.
-    ValueError: it is less than 1.
+    """Check a number that counts something.
+
+    Raises:
+        TypeError: ``value`` is not an integer.
+        ValueError: ``value`` is less than 1.
     """
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name}: expected {expected}, a whole number; found {value!r}")
@@ -39,11 +41,11 @@ def check_count(name: str, value: object, expected: str) -> None:
 
 
 def check_positive(name: str, value: object, unit: str) -> None:
-    """Check a number of the user's.
+    """Check a number given by the user.
 
     Raises:
-        TypeError: It is no number.
-        ValueError: It is not positive, or infinite.
+        TypeError: ``value`` is not a number.
+        ValueError: ``value`` is not positive, or infinite.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: expected {unit}; found {value!r}")
@@ -52,15 +54,17 @@ def check_positive(name: str, value: object, unit: str) -> None:
 
 
 def check_callable(name: str, value: object, expected: str) -> None:
-    """Raises:
-    TypeError: ``value`` is not callable.
+    """Check that an argument can be called.
+
+    Raises:
+        TypeError: ``value`` is not callable.
     """
     if not callable(value):
         raise TypeError(f"{name}: expected {expected}; found {value!r}")
 
 
 def listed(name: str, value: object, expected: str) -> list[Any]:
-    """The items of ``value`` as a list.
+    """Returns the items of ``value`` as a list.
 
     Raises:
         TypeError: ``value`` is not iterable, or is a string.
@@ -81,8 +85,10 @@ def check_sizes(name: str, sizes: tuple[Any, ...], expected: str) -> None:
 
 
 def check_type(name: str, value: object, kind: type, expected: str) -> None:
-    """Raises:
-    TypeError: ``value`` is not of type ``kind``.
+    """Check the type of an argument.
+
+    Raises:
+        TypeError: ``value`` is not of type ``kind``.
     """
     if not isinstance(value, kind):
         raise TypeError(f"{name}: expected {expected}; found {value!r}")
@@ -114,7 +120,7 @@ _READS = (
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 
-# torch logs a traceback of exceptions that it also raises.
+# torch logs tracebacks of exceptions that it also raises; the log is disabled.
 _TORCH_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
@@ -123,13 +129,13 @@ class SimulationError(RuntimeError):
 
     Attributes:
         file, line: The innermost line of the user's code, outside of torch, this package and
-            Python. None: there is none, for example in the backward of torch's own functions.
-        code: That line's text.
+            Python. None: there is no such line, for example in the backward of torch's functions.
+        code: The text of that line.
         reason: Why the simulation failed.
-        phase: "building the model", "forward", ...
+        phase: The phase that failed: "building the model", "forward", ...
         needs_values: The code depends on the values of tensors, and cannot run with shapes only.
-            False: it would also fail in training, or uses an operation without an implementation
-            for shapes.
+            False: the code would also fail in training, or uses an operation without an
+            implementation for shapes.
     """
 
     def __init__(
@@ -152,7 +158,7 @@ class SimulationError(RuntimeError):
 
 @contextmanager
 def as_simulation_error(phase: str) -> Iterator[None]:
-    """Context for user code that converts its exceptions to :class:`SimulationError`."""
+    """Convert exceptions of user code in this context to :class:`SimulationError`."""
     was_quiet, _TORCH_LOG.disabled = _TORCH_LOG.disabled, True
     try:
         yield
@@ -184,7 +190,7 @@ def _reason(error: Exception) -> str:
 
 
 def _place(trace: TracebackType | None) -> traceback.FrameSummary | None:
-    """The innermost frame of user code."""
+    """Returns the innermost frame of user code, or None."""
     found = None
     while trace is not None:
         code = trace.tb_frame.f_code

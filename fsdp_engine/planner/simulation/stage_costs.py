@@ -1,21 +1,21 @@
-"""Steps of pipelines from the costs of single forwards and backwards.
+"""Simulates steps of pipelines from the costs of single forwards and backwards.
 
 [Note: Costs of stages]
-A schedule runs the same forward and backward of a stage once for each microbatch, and schedules
-that split backwards run the gradients of inputs and those of weights apart. What differs are the
-first ones of a step, which find no gradients, the last backward, which reduces gradients that
-are not sharded, and what the stage has run before: parameters that are still gathered are not
-gathered again. So each stage is simulated alone, for one or two steps of few microbatches that
-have all of these cases (``_ORDERS``), and stages that do the same are simulated once. This gives
-the time of each action, and the memory that it needs and leaves. torch's schedule then runs stages
-that compute nothing, and take these times (``tape.py``), and memory is added up.
+A schedule runs the same forward and backward of a stage once for each microbatch. Schedules that
+split backwards run the gradients of inputs and of weights separately. Three things make actions
+differ: the first ones of a step find no gradients; the last backward reduces gradients that are not
+sharded; and parameters that the previous action left gathered are not gathered again. So each stage
+is simulated alone, for one or two steps of few microbatches that have all of these cases
+(``_ORDERS``), and stages with equal operations are simulated once. This gives the time of each
+action, and the memory that it needs and leaves. torch's schedule then runs stages that compute
+nothing and take these times (``tape.py``), and their memory is added up.
 
-Received tensors, and those that stages next to each other on one rank (V-schedules) pass on
-without a message, have memory as long as their microbatch is in flight (``pipelining.py``), which
-depends on the schedule: stages alone are measured without them.
+Received tensors stay in memory as long as their microbatch is in flight (``pipelining.py``). So do
+tensors that adjacent stages on one rank (V-schedules) pass on without a message. The number of
+these tensors depends on the schedule, so stages are measured without them.
 
-Compared with a simulation of all forwards and backwards, communication of a stage that could run
-beside its waits for other stages counts as exposed. ``test_pipelines.py``
+A difference from a simulation of all forwards and backwards: communication of a stage counts as
+exposed even if it could overlap with the stage's waits for other stages. ``test_pipelines.py``
 compares both.
 """
 
@@ -56,13 +56,13 @@ from fsdp_engine.planner.simulation.records import add_all, combined
 from fsdp_engine.planner.simulation.simulate import Simulation, part_between, since
 from fsdp_engine.planner.simulation.tape import RecordingClock, Replay
 
-# A step of fewer microbatches is simulated as it is.
+# Steps of fewer microbatches are simulated in full.
 MICROBATCHES = 4
 
 # Orders of the actions that a stage runs alone, by the kinds of actions of its schedule: forwards
-# F, backwards B, and the parts I (of inputs) and W (of weights) of split backwards. Together the
-# orders of a schedule have each of its kinds after each one of them, and each kind that computes
-# gradients of weights as the first and as the last one that does.
+# F, backwards B, and the parts I (inputs) and W (weights) of split backwards. In the orders of a
+# schedule, every pair of kinds occurs in succession, and each kind that computes gradients of
+# weights occurs as the first and as the last such action of a step.
 _ORDERS = {
     "FB": ("F0 F1 F2 B0 F3 B1 B2 B3",),
     "FIW": ("F0 F1 F2 I0 W0 F3 I1 F4 W1 I2 I3 I4 W2 W3 W4",),
@@ -72,20 +72,20 @@ _ORDERS = {
     ),
 }
 
-Case = tuple[str, str]  # the kind of an action, and the kind before it, "first" or "last"
+Case = tuple[str, str]  # kind of an action; kind before it, or "first" or "last"
 
 Sizes = tuple[int, ...]  # bytes by kind, in the order of KINDS
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of an action of a stage, or of the optimizer's step.
+    """The cost of an action of a stage, or of an optimizer step.
 
     Attributes:
-        part: Its time, bytes and flops, where the host issues work in no time.
-        host_seconds: That the host needs to issue it.
-        peak: Its memory at the peak, less that at its start.
-        change: Its memory at the end, less that at its start.
+        part: Time, bytes and flops of the action, if the host takes no time to issue work.
+        host_seconds: Seconds that the host needs to issue the action.
+        peak: Peak memory of the action, minus the memory at its start.
+        change: Memory at the end of the action, minus the memory at its start.
     """
 
     part: StepPart
@@ -99,14 +99,14 @@ class StageCosts:
     """The costs of a stage.
 
     Attributes:
-        of_case: The costs of its actions.
-        sent: Change of memory, by the kind of an action, when the tensors that it has sent are no
-            longer kept.
-        step: The step of the optimizer.
-        held: Memory at the start of a step of no microbatches.
+        of_case: The costs of the stage's actions, by case.
+        sent: For each kind of action, the change of memory when the tensors that it has sent are
+            released.
+        step: The cost of the optimizer step.
+        held: Memory at the start of a step, without inputs and targets.
         per_microbatch: Bytes of inputs and targets, which a schedule holds for the whole step.
-        num_targets: Elements of the targets of a microbatch.
-        alone: The record of the stage's step.
+        num_targets: Number of target elements of a microbatch.
+        alone: The simulation of the stage's step, without other stages.
     """
 
     of_case: Mapping[Case, Cost]
@@ -119,10 +119,10 @@ class StageCosts:
 
 
 class _Cases:
-    """The cases of a stage's actions in the order of a step.
+    """Finds the case of each action of a stage, in the order of a step.
 
     Args:
-        stage: Its index. torch's first stage computes nothing in a backward of inputs.
+        stage: Index of the stage. torch's first stage computes nothing in a backward of inputs.
     """
 
     def __init__(self, stage: int) -> None:
@@ -131,11 +131,11 @@ class _Cases:
         self._has_gradients = False
 
     def of(self, kind: str, *, is_last: bool) -> Case:
-        """The case of the next action.
+        """Returns the case of the next action.
 
         Args:
             kind: The kind of the action.
-            is_last: It is the step's last one that computes gradients of weights.
+            is_last: Whether no later action of the step computes gradients of weights.
         """
         before = self._before
         if self._stage > 0 or kind != BACKWARD_OF_INPUTS:
@@ -147,7 +147,7 @@ class _Cases:
 
 
 class _InOrder(schedules._PipelineScheduleRuntime):
-    """Actions of a stage on each rank in one order.
+    """A schedule that runs the actions of one stage on each rank in a given order.
 
     Args:
         stage: The stage of this rank.
@@ -167,7 +167,7 @@ class _InOrder(schedules._PipelineScheduleRuntime):
 def stage_costs(
     job: PipelineJob, index: int, arguments: Sequence[tuple[Tensor, ...]], kinds: Sequence[str]
 ) -> StageCosts:
-    """Simulate a stage alone.
+    """Simulate a stage without the others, and return its costs.
 
     Args:
         job: The job.
@@ -180,7 +180,7 @@ def stage_costs(
     stages_of = tuple((number,) for number in range(job.num_stages))
     alone = replace(job, stages_of=stages_of, step=replace(job.step, microbatches=count))
     clock = RecordingClock(job.step.machine, job.world_size)
-    # Schedules of several stages wait for what they have sent at the end of a step.
+    # Schedules with several stages per rank wait for their sends at the end of a step.
     kept = _Kept(newest_alone=job.has_one_stage_per_rank)
     of_case: dict[Case, Cost] = {}
     sent: dict[str, Sizes] = {}
@@ -217,7 +217,7 @@ def stage_costs(
         found = rank.result(clock, start, seconds)
     per_microbatch = sum(each.nbytes for each in (*rank.inputs, *rank.targets)) // count
     if rank.context is not None:
-        per_microbatch *= 2  # torch's context manager keeps a copy of what it shards
+        per_microbatch *= 2  # torch's context manager keeps a copy of tensors that it shards
     return StageCosts(
         of_case,
         sent,
@@ -230,10 +230,11 @@ def stage_costs(
 
 
 class _Kept:
-    """Sent tensors, by the kind of the action that has computed them.
+    """Holds sent tensors, by the kind of the action that computed them.
 
     Args:
-        newest_alone: Tensors of an action are kept until the next one of its kind sends.
+        newest_alone: Whether tensors of an action are held only until the next one of its kind
+            sends.
     """
 
     def __init__(self, *, newest_alone: bool) -> None:
@@ -242,11 +243,11 @@ class _Kept:
         self._tensors: dict[str, list[tuple[Action, Tensor]]] = {}
 
     def begin(self, action: Action) -> None:
-        """The next action begins."""
+        """Set the action that begins."""
         self._action = action
 
     def keep(self, tensor: Tensor) -> None:
-        """Keep a tensor of the last action."""
+        """Hold a tensor that the current action sends."""
         assert self._action is not None
         before = self._tensors.get(self._action.kind, [])
         if self._newest_alone:
@@ -254,26 +255,26 @@ class _Kept:
         self._tensors[self._action.kind] = [*before, (self._action, tensor)]
 
     def end(self) -> None:
-        """The schedule has ended."""
+        """Release all tensors at the end of a schedule, if only the newest ones are held."""
         if self._newest_alone:
             self._tensors.clear()
 
     def release(self, kind: str) -> None:
-        """Release the tensors of this kind."""
+        """Release the tensors of this kind of action."""
         self._tensors.pop(kind, None)
 
 
 class _Meter:
-    """Measures the parts of a rank's step, from the start of each to the next one's.
+    """Measures the parts of a rank's step, each from its start to the start of the next one.
 
-    Memory is that without received tensors, of which other schedules have more or fewer at a time.
+    Memory excludes received tensors, since their number depends on the schedule.
 
     Args:
         rank: The rank.
-        kept: Its sent tensors.
+        kept: The rank's sent tensors.
 
     Attributes:
-        actions: The first parts.
+        actions: The actions, which are the first parts. Later parts are no actions.
     """
 
     def __init__(self, rank: PipelineRank, kept: _Kept) -> None:
@@ -286,17 +287,17 @@ class _Meter:
 
     @property
     def held(self) -> Sizes:
-        """Memory at the first one's start."""
+        """Memory at the start of the first part."""
         return self._marks[0][1]
 
     def begin(self, action: Action) -> None:
-        """An action begins."""
+        """Record the start of an action."""
         self.actions.append(action)
         self._kept.begin(action)
         self.next_part()
 
     def next_part(self) -> None:
-        """The next part begins, or the last one has ended."""
+        """Record the start of the next part, or the end of the last one."""
         self._marks.append((self._clock.mark(), ()))
         self._memory.sample()
         self._received.append(self._stage.received_bytes)
@@ -304,7 +305,7 @@ class _Meter:
         self._marks[-1] = self._marks[-1][0], held
 
     def costs(self) -> list[Cost]:
-        """The cost of each."""
+        """Returns the cost of each part."""
         tape = self._clock
         clock: Clock = tape
         marks = [mark for mark, _ in self._marks]
@@ -343,13 +344,13 @@ def _with_activations(sizes: Sizes, more: int) -> Sizes:
 
 
 class _CostedStage(SimulatedStage):
-    """A stage that computes nothing, and takes the time and memory of its costs.
+    """A stage that computes nothing. It takes the time and memory of its costs.
 
     Attributes:
         costs: The costs of the stage.
         outputs: The outputs of each forward.
-        gradients: The gradients of the inputs of each backward.
-        rank: Adds up the costs.
+        gradients: The gradients of the inputs in each backward.
+        rank: The rank, which adds up the costs.
     """
 
     costs: StageCosts
@@ -393,7 +394,7 @@ class _CostedStage(SimulatedStage):
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:
         """See torch's stage."""
         super().set_local_fwd_input(prev_stage_outputs, mb_index)
-        # The stage before keeps its results until its backward.
+        # The previous stage holds its results until its backward.
         self.rank.pass_on(tree_leaves(prev_stage_outputs), self.stage_index - 1, mb_index)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
@@ -403,10 +404,10 @@ class _CostedStage(SimulatedStage):
         self.rank.pass_on(passed, self.stage_index, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """See torch's stage: a part of the optimizer's step."""
+        """See torch's stage. The reduction is part of the cost of the optimizer step."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """See torch's stage: a part of the optimizer's step."""
+        """See torch's stage. The scaling is part of the cost of the optimizer step."""
 
 
 class _CostedRank:
@@ -427,7 +428,7 @@ class _CostedRank:
         self.restart()
 
     def restart(self) -> None:
-        """Begin a step."""
+        """Start a step with the initial memory."""
         self.actions.clear()
         self._cases: dict[int, _Cases] = {}  # by stage
         self._sent: list[Sizes] = []
@@ -437,10 +438,10 @@ class _CostedRank:
         self.series = [(self.clock.sample_number(), self._now)]
 
     def run(self, costs: StageCosts, *, is_last: bool = False) -> None:
-        """Run the action that has begun.
+        """Spend the cost of the action that has begun.
 
         Args:
-            costs: The costs of its stage.
+            costs: The costs of the action's stage.
             is_last: See :meth:`_Cases.of`.
         """
         action = self.actions[-1]
@@ -456,23 +457,23 @@ class _CostedRank:
         self._until_backward[stage, microbatch] += num_bytes
 
     def pass_on(self, tensors: Sequence[Tensor], stage: int, microbatch: int) -> None:
-        """Hold the last action's results, which are not sent but passed on to another stage of this
-        rank, until the backward of a stage and microbatch."""
+        """Hold the last action's results until the backward of a stage and microbatch. They are not
+        sent, but passed on to another stage of this rank."""
         self._sent.pop()
         self._until_backward[stage, microbatch] += sum(each.nbytes for each in tensors)
 
     def release(self, stage: int, microbatch: int) -> None:
-        """The backward of a stage and microbatch, or its part of inputs, has ended."""
+        """Release the tensors held until this backward (or its part of inputs), after it ran."""
         num_bytes = self._until_backward.pop((stage, microbatch), 0)
         self._now = _with_activations(self._now, -num_bytes)
 
     def release_sent(self) -> None:
-        """Sent tensors are no longer kept."""
+        """Release the sent tensors of all actions."""
         for each in self._sent:
             self._now = _sum(self._now, each)
 
     def spend(self, label: str, cost: Cost) -> None:
-        """Take the time and memory of an action."""
+        """Add the time and memory of an action."""
         highest = _sum(self._now, cost.peak)
         self.peak = max(self.peak, highest, key=sum)
         self.series.append((self.clock.sample_number(), highest))
@@ -489,11 +490,11 @@ class _CostedRank:
         start: float,
         seconds: float,
     ) -> Simulation:
-        """The record of the step; see :func:`~.simulate.simulation_of`.
+        """Returns the simulation of the step; see :func:`~.simulate.simulation_of`.
 
         Args:
-            alone: The stages' own.
-            title, start, seconds: The title, start and seconds of the step.
+            alone: The simulations of the rank's single stages.
+            title, start, seconds: Title, start and duration of the step.
             replay: The replay of the rank's tape.
         """
         clock, part = replay.clock, combined(add_all, *self.parts)
@@ -524,11 +525,11 @@ def costed_rank(
     arguments: Sequence[tuple[Tensor, ...]],
     costs: Sequence[StageCosts],
 ) -> Recorded:
-    """Run the steps of a rank with the costs of its stages.
+    """Run the steps of a rank by the costs of its stages.
 
     Args:
         job: The job.
-        rank: The rank of the pipeline.
+        rank: The pipeline rank.
         arguments: See :meth:`PipelineJob.infer_arguments`.
         costs: The costs of all stages.
     """
@@ -553,7 +554,7 @@ def costed_rank(
         group = mesh._get_root_mesh().get_group("pp")
         stages = [_costed_stage(job, index, arguments, costs, found, group) for index in indices]
         schedule = job.make_schedule(stages, loss=lambda output, target: output)
-        # A row for each microbatch.
+        # One row for each microbatch.
         rows = allocator.empty((job.step.microbatches,), torch.float32, CPU)
         inputs = [rows] * len(arguments[0]) if 0 in indices else []
         target = rows if job.num_stages - 1 in indices else None

@@ -18,12 +18,12 @@ class Message:
     """One side of a message between two ranks of a pipeline.
 
     Attributes:
-        rank: The rank of the pipeline, whose side it is.
-        peer: The rank at the other side.
-        is_send: Whether ``rank`` sends it.
-        label: Microbatch and stage; both sides have the same.
-        num_bytes: The number of bytes of the message.
-        posted: When compute reached it.
+        rank: The pipeline rank of this side.
+        peer: The pipeline rank of the other side.
+        is_send: Whether ``rank`` sends the message.
+        label: Microbatch and stage. Both sides have the same label.
+        num_bytes: Number of bytes in the message.
+        posted: Time at which compute posted this side.
         interval: Start and end of the transfer, once both sides are posted.
     """
 
@@ -37,7 +37,7 @@ class Message:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """The ranks that send and receive it."""
+        """The ranks that send and receive the message."""
         return (self.rank, self.peer) if self.is_send else (self.peer, self.rank)
 
     @property
@@ -47,24 +47,23 @@ class Message:
 
     @property
     def lane(self) -> str:
-        """The row of the timeline."""
+        """The name of the message's row in the timeline."""
         return f"{_SEND if self.is_send else _RECEIVE}{self.peer}"
 
 
 def is_stage_lane(lane: str) -> bool:
-    """Whether a row of the timeline has messages between stages."""
+    """Returns whether a row of the timeline has messages between stages."""
     return lane.startswith((_SEND, _RECEIVE))
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check that each rank receives the messages of another one in the order in which they are
-    sent.
+    """Check that each rank receives messages of another rank in the order in which they are sent.
 
     Args:
-        messages: The messages of all ranks, those of one rank in its own order.
+        messages: The messages of all ranks. Messages of one rank are in its own order.
 
     Raises:
-        ValueError: It does not.
+        ValueError: The orders differ.
     """
     sends: dict[tuple[int, int], list[Message]] = {}
     receives: dict[tuple[int, int], list[Message]] = {}
@@ -85,7 +84,7 @@ def _contents(message: Message | None) -> str:
 
 class StageMessages:
     """Computes the times of messages. A transfer starts when both sides are posted and the previous
-    one from this rank to that one has ended.
+    transfer in the same direction between the two ranks has ended.
 
     Args:
         link: Returns the link between two ranks of the pipeline.
@@ -93,7 +92,7 @@ class StageMessages:
 
     def __init__(self, link: Callable[[int, int], Link]) -> None:
         self._link = link
-        self._posted: dict[tuple[int, int], deque[Message]] = {}  # of one side
+        self._posted: dict[tuple[int, int], deque[Message]] = {}  # messages posted by one side only
         self._free: dict[tuple[int, int], float] = {}
 
     def post(self, message: Message, time: float) -> None:

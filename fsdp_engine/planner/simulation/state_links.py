@@ -1,13 +1,12 @@
-"""Measures the places of offloaded tensors for ``calibrate``: links to pinned host memory and to a
-disk, and the host's memory itself.
+"""Measures links to places of offloaded tensors for ``calibrate``: pinned host memory, a disk, and
+the bandwidth of host memory itself.
 
-Copies are those of the engine (``hardware.py``, ``DiskBlock``), of all ranks at once: first each
-direction alone, then both. With rates a >= b of the two directions alone, copies of N bytes each
-that begin together take
-
+Copies are made as in the engine (``hardware.py``, ``DiskBlock``), on all ranks at once: first each
+direction alone, then both directions. Let a >= b be the rates of the two directions alone. Copies
+of N bytes in both directions that begin together take
     T = N / (a f) + (N - N b / a) / b
 
-if both rates are multiplied by f while both run, and the slower one continues alone. The figure
+if both rates are multiplied by f while both run, and the slower copy continues alone. The figure
 ``both`` is f (a + b).
 """
 
@@ -27,10 +26,10 @@ from fsdp_engine.planner.state_places import offload_module
 Agree = Callable[[float], float]
 Action = Callable[[], object]
 
-_LARGE_ON_DEVICE, _LARGE_ON_DISK = 2**28, 2**26  # bytes of a copy
-_LARGE_ON_HOST = 2**28  # bytes of a rank, more than its share of caches
+_LARGE_ON_DEVICE, _LARGE_ON_DISK = 2**28, 2**26  # bytes per copy
+_LARGE_ON_HOST = 2**28  # bytes per rank, more than its share of caches
 _SMALL = 2**12
-_LEAST, _MOST = 5, 50  # repetitions
+_LEAST, _MOST = 5, 50  # numbers of repetitions
 
 _wall_seconds = Hardware(torch.device("cpu")).seconds
 
@@ -49,12 +48,12 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
 
 
 def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
-    """Measure the memory of a node, in bytes per second, reads and writes together: all ranks
-    multiply in place, as optimizers step, which reads and writes each byte once.
+    """Measure the memory bandwidth of a node, in bytes per second of reads and writes together. All
+    ranks multiply in place, like an optimizer step, which reads and writes each byte once.
 
     Args:
-        num_ranks: The number of ranks of the node.
-        num_cores: The number of cores of the node, of which each rank uses its share.
+        num_ranks: Number of ranks in the node.
+        num_cores: Number of cores in the node. Each rank uses its share of them.
         seconds: Measurement time.
         agree: Combines the ranks' values by the maximum.
     """
@@ -113,7 +112,7 @@ def _link(
     seconds: float,
     agree: Agree,
 ) -> TwoWayLink:
-    """Time copies of ``num_bytes``."""
+    """Time copies of ``num_bytes``, and return the link."""
     taken = _medians(actions, timed, seconds, agree)
     latency = min(taken["small"], min(taken["into"], taken["out"]) / 2)
     into, out, both = (taken[name] - latency for name in ("into", "out", "both"))
@@ -123,7 +122,7 @@ def _link(
 def _medians(
     actions: dict[str, Action], timed: Callable[[Action], float], seconds: float, agree: Agree
 ) -> dict[str, float]:
-    """Time the actions in turns, on all ranks at once."""
+    """Time the actions in turns, on all ranks at once. Returns median seconds by name."""
     for action in actions.values():
         timed(action)
     once = agree(sum(timed(action) for action in actions.values()))
@@ -136,7 +135,8 @@ def _medians(
 
 
 def link_of(num_bytes: int, into: float, out: float, both: float, latency: float) -> TwoWayLink:
-    """The link on which copies of ``num_bytes`` take so many seconds; see the module."""
+    """Returns the link on which copies of ``num_bytes`` take the given seconds; see the module
+    docstring."""
     fast, slow = min(into, out), max(into, out)
     share = min(fast / max(both - slow + fast, fast), 1.0)
     rates = num_bytes / into, num_bytes / out

@@ -1,4 +1,4 @@
-"""The options that simulations of a step share."""
+"""Options that all simulations of a step share."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ from fsdp_engine.planner.simulation.simulation_error import (
 )
 from fsdp_engine.planner.state_places import DISK, places_among
 
-# Applies tensor parallelism to a model over a mesh of one axis.
+# A function that applies tensor parallelism to a model over a mesh of one axis.
 Parallelize = Callable[[nn.Module, DeviceMesh], object]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(GivenOptions):
-    """Options of :func:`~fsdp_engine.simulate` and :func:`~fsdp_engine.simulate_pipeline`.
+    """Options of ``fe.simulate`` and ``fe.simulate_pipeline``.
 
     Attributes:
-        mesh: Ranks that parameters are sharded over on each axis, (inner,) or (outer, inner): the
-            data-parallel ranks (of a stage), context-parallel ones included. None: one axis.
-        context_parallel: Consecutive ranks of the inner axis that share each sequence, by torch's
-            ``context_parallel`` around forward and backward, or around the step of the schedule. It
-            shards all tensors of the batch whose dimension 1 is the sequence.
-        tensor_parallel: Ranks of the tensor-parallel axis, which are consecutive. The others are
-            data-parallel.
+        mesh: Number of ranks that parameters are sharded over on each axis, (inner,) or (outer,
+            inner): the data-parallel ranks (of a stage), including context-parallel ones. None: one
+            axis.
+        context_parallel: Number of consecutive ranks of the inner axis that share each sequence.
+            Forward and backward, or the step of a schedule, run within torch's
+            ``context_parallel``, which shards all tensors of the batch whose dimension 1 is the
+            sequence.
+        tensor_parallel: Number of consecutive tensor-parallel ranks. The remaining factor of the
+            ranks is data-parallel.
         parallelize: Applies tensor parallelism to the model or stage in place,
-            ``parallelize(model, tp_mesh)``. None: :func:`~fsdp_engine.apply_tp_plan`.
+            ``parallelize(model, tp_mesh)``. None: ``fe.apply_tp_plan``.
         machine: The simulated machine.
         optimizer: Returns the optimizer for the sharded parameters of a rank. None: AdamW.
-        microbatches: Forwards and backwards per step, all but the last under ``no_sync``.
+        microbatches: Number of forwards and backwards per step, all but the last under ``no_sync``.
         known: A cache of operations, which this simulation extends. Sharing one saves time if there
             are many simulations. None: a new one.
-        compile: Call ``compile()`` of each block first, as ``torch.compile`` is used with
-            ``shard``. Blocks that are compiled when the model is built are compiled in any case.
+        compile: Call ``compile()`` of each block before sharding, as for training with
+            ``torch.compile``. Blocks that are already compiled are always simulated as compiled.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -80,11 +82,12 @@ class StepOptions(GivenOptions):
         """Returns the sizes of the data-parallel axes.
 
         Args:
-            num_ranks: Ranks of the model, or of a stage.
+            num_ranks: Number of ranks of the model, or of a stage.
 
         Raises:
-            TypeError, ValueError: ``tensor_parallel`` does not divide them, ``mesh`` does not have
-                the data-parallel ranks, or the inner axis cannot be context-parallel.
+            TypeError, ValueError: ``tensor_parallel`` does not divide ``num_ranks``, ``mesh`` does
+                not have the data-parallel ranks, or ``context_parallel`` is invalid for the inner
+                axis.
         """
         if num_ranks % self.tensor_parallel:
             raise ValueError(
@@ -101,10 +104,10 @@ class StepOptions(GivenOptions):
         return sizes
 
     def check_shard(self, world_size: int) -> None:
-        """Check options of ``shard`` that simulations restrict.
+        """Check options of ``shard`` that simulations restrict or that need figures of the machine.
 
         Raises:
-            TypeError: ``extensions`` has other objects.
+            TypeError: ``extensions`` has an object that is not an extension.
             ValueError: An extension checks the values of gradients, or the machine's link to
                 offloaded tensors is unknown.
         """

@@ -1,17 +1,18 @@
-"""Records the calls of a simulated clock, and makes them again on another one.
+"""Records the calls of a simulated clock, and replays them on another clock.
 
 [Note: Tapes]
-The step of a pipeline's rank is simulated alone: messages of other ranks arrive at once. A
-:class:`RecordingClock` records each call that changes it (operations, submissions, waits, messages
-between stages) with its arguments. No code of a step depends on the time, so the calls would be the
-same if messages came later. A :class:`Replay` makes them on a new clock, and pauses where compute
-waits for a message whose end is not known yet. Times are then exact: collectives that run beside a
-wait for another stage are not delayed by it, and the host of a device continues.
+The step of a pipeline rank is simulated without the other ranks: their messages arrive immediately.
+A :class:`RecordingClock` records each call that changes it (operations, submissions, waits,
+messages between stages) with its arguments. No code of a step depends on the time, so the calls
+would be the same if messages arrived later. A :class:`Replay` makes them on a new clock, and pauses
+when compute waits for a message whose end is not known yet. Times are then exact: a wait for
+another stage does not delay collectives that run at the same time, and the host of a device
+continues.
 
-Operations of lanes are generators. Their calls are recorded in their own list, as often as the
-clock resumes them, and the replay's clock resumes that list.
+Operations of lanes are generators. The calls of an operation are recorded in a list of its own, one
+part for each time that the clock resumes the generator. The replay's clock resumes this list.
 
-Tickets, lanes and messages have numbers on a tape, since those of the replay are other objects.
+Tickets, lanes and messages have numbers on a tape, since a replay has other objects for them.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Entry:
-    """A call on a tape.
+    """One call on a tape.
 
     Attributes:
-        phase: See :attr:`Clock.phase`.
-        module: Whose operation runs.
-        call: Makes it again. None: a wait for ``message``.
+        phase: The phase of the program; see :attr:`Clock.phase`.
+        module: Name of the module whose operation runs.
+        call: Makes the call on a replay. None: the entry is a wait for ``message``.
         message: Number of the message to wait for.
     """
 
@@ -60,7 +61,7 @@ class Part:
 
     Attributes:
         entries: The calls.
-        is_last: Whether the operation ended with them.
+        is_last: Whether the operation ended after these calls.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -71,9 +72,9 @@ class RecordingClock(Clock):
     """A clock that records its calls; see [Note: Tapes].
 
     Attributes:
-        entries: The record, from the clock's construction on.
-        messages: That the rank has posted.
-        num_samples: Times of memory's record that :meth:`sample_number` has numbered.
+        entries: The record since the clock's construction.
+        messages: The messages that the rank has posted.
+        num_samples: Number of calls of :meth:`sample_number`.
     """
 
     def __init__(self, machine: Machine, num_ranks: int = 1) -> None:
@@ -81,7 +82,7 @@ class RecordingClock(Clock):
         self.messages: list[Message] = []
         self.num_samples = 0
         self._into = self.entries
-        self._is_within = False  # a recorded call
+        self._is_within = False  # whether a recorded call is running
         self._num_tickets = 0
         super().__init__(machine, num_ranks)
 
@@ -98,7 +99,7 @@ class RecordingClock(Clock):
         )
 
     def mark(self) -> Mark:
-        """See :class:`Clock`. Replays have it, too."""
+        """See :class:`Clock`. Replays also make the mark."""
         self._append(lambda to: to.marks.append(to.clock.mark()))
         return Clock.mark(self)
 
@@ -121,7 +122,7 @@ class RecordingClock(Clock):
         )
 
     def post(self, messages: Sequence[Message]) -> list[int]:
-        """Post messages of other stages, or to them, which compute has reached. Returns their
+        """Post messages to and from other stages, when compute reaches them. Returns their
         numbers."""
         numbers = []
         for message in messages:
@@ -138,13 +139,13 @@ class RecordingClock(Clock):
         self.entries.append(Entry(self.phase, "", None, number))
 
     def sample_number(self) -> int:
-        """A number in place of the present time, for the record of memory."""
+        """Returns a number that stands for the current time in the record of memory."""
         self._append(lambda to: to.samples.append(to.clock.now))
         self.num_samples += 1
         return self.num_samples - 1
 
     def recorded(self, call: Callable[[Replay], object], run: Callable[[], _T]) -> _T:
-        """Record ``call``, unless it is a part of a recorded one, and return the result of
+        """Record ``call``, unless a recorded call is running, and return the result of
         ``run``."""
         if self._is_within:
             return run()
@@ -156,7 +157,7 @@ class RecordingClock(Clock):
             self._is_within = False
 
     def recorded_operation(self, operation: lanes.Operation, parts: list[Part]) -> lanes.Operation:
-        """An operation whose calls are recorded into ``parts``."""
+        """Returns the operation with its calls recorded into ``parts``."""
 
         def started() -> lanes.Steps:
             parts.append(Part())
@@ -174,7 +175,7 @@ class RecordingClock(Clock):
         return started
 
     def new_number(self) -> int:
-        """The number of a new ticket."""
+        """Returns the number for a new ticket."""
         self._num_tickets += 1
         return self._num_tickets - 1
 
@@ -192,7 +193,7 @@ class RecordingClock(Clock):
 
 
 def _recorded(name: str) -> Callable[..., Any]:
-    """A method of :class:`RecordingClock` that records its call."""
+    """Returns a method of :class:`RecordingClock` that records its call."""
     plain = getattr(Clock, name)
 
     @wraps(plain)
@@ -278,21 +279,21 @@ class _RecordingLane(SimulatedLane):
 
 
 class Replay:
-    """Makes the calls on a tape on a new clock.
+    """Makes the calls of a tape on a new clock.
 
     Args:
         tape: The tape.
-        num_ranks: The number of ranks of the job.
+        num_ranks: Number of ranks of the job.
         posted: Called with each message that compute posts, and the time.
-        machine: None: that of the tape.
+        machine: The machine of the new clock. None: the machine of the tape.
 
     Attributes:
         clock: The new clock.
         marks: See :meth:`RecordingClock.mark`.
-        tickets: By number.
+        tickets: Tickets by number.
         finishes: Times at which the clock was finished.
         samples: Times by number; see :meth:`RecordingClock.sample_number`.
-        waits_for: The message that compute waits for; None: the tape is at its end.
+        waits_for: The message that compute waits for. None: the tape has ended.
     """
 
     def __init__(
@@ -315,7 +316,7 @@ class Replay:
         self.clock.module = lambda: self._module
 
     def run(self) -> None:
-        """Continue up to a wait for a message whose end is unknown, or to the end of the tape."""
+        """Continue until a wait for a message whose end is unknown, or to the end of the tape."""
         if self.waits_for is not None:
             self._arrived(self.waits_for)
             self.waits_for = None
@@ -331,11 +332,11 @@ class Replay:
             self._arrived(message)
 
     def lane(self, number: int) -> SimulatedLane:
-        """The lane with this number."""
+        """Returns the lane with this number."""
         return self.clock.every_lane[number]
 
     def keep(self, number: int, ticket: SimulatedTicket) -> None:
-        """Number a ticket."""
+        """Store a ticket by its number."""
         self.tickets[number] = ticket
 
     def submit(
@@ -347,7 +348,7 @@ class Replay:
         self.tickets[number] = self.lane(lane).submit(label, operation, after=tickets)
 
     def post(self, number: int) -> None:
-        """Post a message when compute reaches it."""
+        """Post a message at the time at which compute reaches it."""
         self._posted(self._messages[number], self.clock.reached_by_compute())
 
     def _steps(self, parts: Sequence[Part]) -> lanes.Steps:

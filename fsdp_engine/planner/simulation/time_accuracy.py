@@ -1,13 +1,13 @@
-"""The accuracy of simulated times: the steps that were compared with plans, by machine.
+"""The accuracy of simulated times, from steps that were compared with plans, by machine.
 
-``time_factors.json`` has measured over planned step times in ascending order.
+``time_factors.json`` has the ratios of measured to planned step times in ascending order.
 ``tools/time_factors.py`` writes it from ``benchmarks/results``:
 
     A100, H100      jobs with published speeds (``planner_published.json``)
     calibrated CPU  pairs of levels of two models on two gloo ranks (``planner_time.json``)
     calibrated GPU  jobs on one H100 and one H200 (``planner_gpu.json``)
 
-Times are never scaled by them: they are printed beside times.
+Planned times are never scaled by these ratios. The accuracy is printed beside the times.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from fsdp_engine.planner.simulation.machine import Machine
 
 # The fraction of compared steps within the stated range.
 COVERED = 0.9
-# The median from which plans are called too fast.
+# Plans are called too fast from this median of the ratios on.
 _TOO_FAST = 1.1
 
 
 @dataclass(frozen=True)
 class TimeAccuracy:
-    """Measured over planned step times.
+    """Ratios of measured to planned step times.
 
     Attributes:
         steps: The compared steps as text.
-        where: Their machine as text.
-        factors: Measured over planned, in ascending order. Empty: nothing was compared.
+        where: The machine of the compared steps as text.
+        factors: The ratios in ascending order. Empty: no steps were compared.
     """
 
     steps: str
@@ -49,26 +49,27 @@ class TimeAccuracy:
 
     @property
     def factor(self) -> float:
-        """The expected measured over planned step time: the median if the plan is too fast."""
+        """The expected ratio of measured to planned step time: the median if plans are too fast,
+        otherwise 1."""
         return statistics.median(self.factors) if self.is_too_fast else 1.0
 
     @property
     def spread(self) -> float:
-        """The fraction of the expected time by which ``COVERED`` of the compared steps differ from
-        it at most."""
+        """The smallest fraction of the expected time such that ``COVERED`` of the compared steps
+        are within this distance from it."""
         distances = sorted(abs(each / self.factor - 1) for each in self.factors)
         return distances[math.ceil(COVERED * len(distances)) - 1]
 
     @property
     def mark(self) -> str:
-        """For text after a planned time: "+-11 %", "(x 1.35, +-9 %)", "(accuracy unknown)"."""
+        """Text to print after a planned time: "+-11 %", "(x 1.35, +-9 %)", "(accuracy unknown)"."""
         if not self.factors:
             return "(accuracy unknown)"
         spread = f"+-{100 * self.spread:.0f} %"
         return f"(x {self.factor:.2f}, {spread})" if self.is_too_fast else spread
 
     def sentence(self, seconds: float) -> str:
-        """The accuracy of a planned step time as a sentence."""
+        """Returns the accuracy of a planned step time as a sentence."""
         if not self.factors:
             return (
                 f"The accuracy of times on {self.where} is unknown: no steps there were compared "
@@ -90,7 +91,8 @@ class TimeAccuracy:
         )
 
 
-# By family of machines: that of the compared steps, their description, and the family as text.
+# For each family of machines: the machine of the compared steps, their description, and the
+# family's name in texts.
 _COMPARED = {
     "A100": ("A100", "published jobs", "A100"),
     "H100": ("H100", "published jobs", "H100"),
@@ -117,9 +119,9 @@ ACCURACIES = _accuracies()
 
 
 def family_of(machine: Machine) -> str:
-    """The family of a machine in ``ACCURACIES``; else its chip, or "" if it is unknown.
+    """Returns the family of a machine in ``ACCURACIES``; otherwise its chip, or "" if unknown.
 
-    A calibrated machine is known by its name, and its fractions are 1.
+    A calibrated machine is recognized by its name and by achievable fractions of 1.
     """
     processor = machine.processor
     is_measured = processor.achievable_flops == processor.achievable_bandwidth == 1
@@ -132,5 +134,5 @@ def family_of(machine: Machine) -> str:
 
 
 def accuracy_of(family: str) -> TimeAccuracy:
-    """The accuracy of times of a family of machines; see :func:`family_of`."""
+    """Returns the accuracy of times for a family of machines; see :func:`family_of`."""
     return ACCURACIES.get(family) or TimeAccuracy("", family or "this machine", ())

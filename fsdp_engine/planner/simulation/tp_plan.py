@@ -1,4 +1,4 @@
-"""Tensor parallelism of models of transformers, by the plan that the model itself has."""
+"""Tensor parallelism of models of transformers, by the model's own ``tp_plan``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 def apply_tp_plan(model: nn.Module, mesh: DeviceMesh) -> None:
     """Apply the tensor-parallel plan of a model of transformers (its ``tp_plan``), in place.
 
-    Sharded parameters become DTensors; shard the model by :func:`~fsdp_engine.shard` afterwards. A
-    head that is tied to an embedding is not sharded.
+    Sharded parameters become DTensors; call ``fe.shard`` afterwards. A head that is tied to an
+    embedding is not sharded.
 
     Args:
-        model: The model of transformers, on any device.
-        mesh: The tensor-parallel ranks, one axis.
+        model: A model of transformers, on any device.
+        mesh: The mesh of the tensor-parallel ranks, with one axis.
 
     Raises:
-        ValueError: The model has no plan, or its heads are not divisible by the ranks.
+        ValueError: The model has no plan, or the number of ranks does not divide its heads.
     """
     check_tp_plan(model, mesh.size())
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
@@ -35,7 +35,7 @@ def check_tp_plan(model: nn.Module, size: int) -> None:
     """Check that a model has a tensor-parallel plan for ``size`` ranks.
 
     Raises:
-        ValueError: It has none, or its heads are not divisible.
+        ValueError: The model has no plan, or ``size`` does not divide its heads.
     """
     if not _plan_of(model):
         raise ValueError(
@@ -54,15 +54,15 @@ def check_tp_plan(model: nn.Module, size: int) -> None:
 
 
 def fitting_degrees(model: nn.Module, world_size: int, ranks_per_node: int) -> list[int]:
-    """Powers of two from 2 to a node's ranks that divide ``world_size``, and for which the model
-    has a tensor-parallel plan."""
+    """Returns the powers of two, from 2 up to a node's ranks, that divide ``world_size`` and for
+    which the model has a tensor-parallel plan."""
     found: list[int] = []
     degree = 2
     while degree <= ranks_per_node:
         try:
             check_tp_plan(model, degree)
         except ValueError:
-            return found  # heads that are not divisible by 4 are not by 8
+            return found  # e.g. heads not divisible by 4 are not divisible by 8
         if world_size % degree == 0:
             found.append(degree)
         degree *= 2
@@ -70,7 +70,7 @@ def fitting_degrees(model: nn.Module, world_size: int, ranks_per_node: int) -> l
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
-    """Styles by name of module or parameter, with wildcards; empty if there are none."""
+    """Returns parallel styles by module or parameter name, with wildcards; empty without a plan."""
     if not hasattr(model, "_expand_parallel_plan"):
         return {}
     plan = dict(getattr(model, "tp_plan", None) or {})

@@ -228,6 +228,28 @@ def test_a_classifier_with_adapters_has_a_new_head_of_the_models_own() -> None:
 
 
 @on_ranks(2)
+def test_replicas_that_are_seeded_differently_draw_the_same_adapters() -> None:
+    folder, rank = shared_folder(), dist.get_rank()
+    if rank == 0:
+        llama().save_pretrained(folder)
+    dist.barrier()
+    for place in ({"strategy": "no_shard"}, {"mesh": (2, 1)}):
+        model = adapted("lora", meta=True)
+        torch.manual_seed(rank)
+        engine = fe.shard(model, initial_values="empty", **place)
+        load_base(engine, folder)
+        mine = {name: value for name, value in held(engine).items() if "lora_A" in name}
+        of_all: list[Any] = [None, None]
+        dist.all_gather_object(of_all, mine)
+        torch.testing.assert_close(*of_all, rtol=0, atol=0)
+        assert all(value.std() > 0 for value in mine.values())
+        # Data are drawn next, and differ between ranks.
+        draws = [torch.zeros(1), torch.zeros(1)]
+        dist.all_gather(draws, torch.rand(1))
+        assert draws[0] != draws[1]
+
+
+@on_ranks(2)
 def test_adapters_that_begin_from_the_base_are_refused_on_the_meta_device() -> None:
     base: Any = llama(meta=True)
     model = peft.get_peft_model(base, peft.LoHaConfig(r=2, target_modules=["q_proj"]))
