@@ -47,7 +47,6 @@ model = GPT()
 policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 engine = fe.shard(model, strategy="optim_grads_params", mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after shard()
-rank = engine.mesh.rank
 ema = fe.EMA(engine, decay=0.9)
 checkpointer = fe.Checkpointer("runs/tutorial_ema", engine, optimizer, extra={"ema": ema})
 checkpointer.load()
@@ -55,7 +54,7 @@ checkpointer.close()
 with ema.swapped():  # the model has the averages
     fe.export_safetensors(engine, "runs/export")  # writes model.safetensors
     state = engine.full_state_dict(rank0_only=True)
-if rank == 0:
+if engine.mesh.rank == 0:
     torch.save(state, "runs/export/model.pt")
     plain = GPT()  # without the engine
     plain.load_state_dict(torch.load("runs/export/model.pt"))

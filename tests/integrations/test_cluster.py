@@ -253,7 +253,7 @@ def test_a_job_that_slurm_ends_waits_to_be_ended(
         assert lines_of(tmp_path, "started") == [f"///   1 {line}"] * 2
     batch.send_signal(signal.SIGTERM)
     wait_until(lambda: launched.all_with("sleep infinity"), "the script's rest")
-    assert not launched.all_with("examples/train_gpt.py --steps")
+    wait_until(lambda: not launched.all_with("examples/train_gpt.py --steps"), "the tasks' end")
     assert batch.poll() is None
     assert lines_of(tmp_path, "requeued") == []
 

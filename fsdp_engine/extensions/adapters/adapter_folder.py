@@ -110,6 +110,13 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
                 each: adapter_names(engine.model, each, embeddings="auto")
                 for each in found.peft_config
             }
+            for each, own in names.items():
+                if not own:
+                    raise ValueError(
+                        f"adapter {each!r}: expected tensors in the model; found none, as after "
+                        "merge_and_unload(). Save the merged model by its own save_pretrained "
+                        "within engine.unsharded()"
+                    )
             folder.mkdir(parents=True, exist_ok=True)
             for left in folder.glob(f"{STAGING}*"):  # Left by jobs that were killed.
                 shutil.rmtree(left, ignore_errors=True)

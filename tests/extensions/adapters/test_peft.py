@@ -228,6 +228,20 @@ def test_a_classifier_with_adapters_has_a_new_head_of_the_models_own() -> None:
 
 
 @on_ranks(2)
+def test_a_merged_model_has_no_adapter_to_save() -> None:
+    folder = shared_folder()
+    engine = fe.shard(adapted("lora"))
+    with engine.unsharded():
+        merged = engine.model.merge_and_unload()
+        if dist.get_rank() == 0:
+            merged.save_pretrained(folder)
+    with pytest.raises(ValueError, match="adapter 'default': expected tensors in the model"):
+        fe.save_pretrained(engine, f"{folder}/adapter")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@on_ranks(2)
 def test_replicas_that_are_seeded_differently_draw_the_same_adapters() -> None:
     folder, rank = shared_folder(), dist.get_rank()
     if rank == 0:
