@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.comm.collectives import broadcast_
@@ -69,8 +70,9 @@ def constant_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 def one_generator(
     generator: torch.Generator | None, device: torch.device, flat: FlatPlacement
 ) -> Iterator[None]:
-    """Context in which the generator has the same state on all ranks."""
-    if not flat.groups or device.type == "meta":
+    """Context in which the generator has the same state on all ranks, replicas included."""
+    groups = () if device.type == "meta" else _groups_of_all_axes(flat)
+    if not groups:
         yield
         return
     get_state, set_state = _access(generator, device)
@@ -78,13 +80,13 @@ def one_generator(
     digest = hashlib.sha256(bytes(own.tolist())).digest()
     value = int.from_bytes(digest[:7], "big")
     extremes = torch.tensor([value, -value], device=device)
-    reduce_over(extremes, flat.groups, "max")
+    reduce_over(extremes, groups, "max")
     highest, lowest = extremes.tolist()
     if highest == -lowest:
         yield
         return
     first = own.to(device, copy=True)
-    for group in flat.groups:
+    for group in groups:
         broadcast_(first, group)
     state = first.cpu()
     if torch.equal(state, own):
@@ -95,6 +97,14 @@ def one_generator(
         yield
     finally:
         set_state(own)
+
+
+def _groups_of_all_axes(flat: FlatPlacement) -> tuple[ProcessGroup, ...]:
+    """The groups of the mesh, innermost first: over axes that shard the tensor, and over others."""
+    if not flat.groups and flat.mesh.size() == 1:
+        return ()
+    axes = [axis for axis in reversed(range(flat.mesh.ndim)) if flat.mesh.size(axis) > 1]
+    return tuple(flat.mesh.get_group(axis) for axis in axes)
 
 
 def _access(

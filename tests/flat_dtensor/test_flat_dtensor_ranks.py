@@ -284,3 +284,17 @@ def test_a_plain_tensor_is_modified_in_place_with_full_operands() -> None:
     assert torch.equal(torch.ones(300, 300).mul_(flat_of(large, mesh, 1)), large)
     with pytest.raises(ValueError, match="not gathered implicitly"):
         torch.ones(300).mul_(flat_of(large, mesh, 1))
+
+
+@on_ranks(4)
+def test_values_drawn_by_ranks_with_different_seeds_are_one_tensor_on_all_replicas() -> None:
+    for shape, num_cut in (((4,), 1), ((4,), 0), ((2, 2), 1), ((2, 2), 2)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        tensor = flat_of(torch.zeros(4, 5), mesh, num_cut)
+        torch.manual_seed(dist.get_rank())
+        nn.init.normal_(tensor)
+        found: list[Any] = [None] * 4
+        dist.all_gather_object(found, tensor.full_tensor())
+        torch.manual_seed(0)
+        expected = torch.empty(4, 5).normal_()
+        assert all(torch.equal(each, expected) for each in found), (shape, num_cut)
