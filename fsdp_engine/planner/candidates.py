@@ -101,7 +101,7 @@ class Candidate:
 
     @property
     def recomputed(self) -> str:
-        """What backward recomputes, as text: "no", "blocks", "selective", "blocks, every 2nd"."""
+        """Text for the recomputed forwards: "no", "blocks", "selective", "blocks, every 2nd"."""
         found = recomputed_by(self.checkpointing)
         if found is None:
             return "no"

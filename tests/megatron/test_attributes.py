@@ -1,5 +1,5 @@
-"""What megatron-core reads of a wrapped model is there, or docs/internals/megatron.md
-says why not."""
+"""A wrapped model has the attributes that megatron-core reads, or docs/internals/megatron.md
+says why it does not have them."""
 
 from __future__ import annotations
 

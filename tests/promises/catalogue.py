@@ -175,7 +175,7 @@ def tensor_lines(found: dict[str, list[tuple[str, Outcome]]]) -> list[str]:
 
 
 def page(by_level: ByLevel, tensors: dict[str, list[tuple[str, Outcome]]]) -> str:
-    """What stands between ``BEGIN`` and ``END`` in docs/internals/promises.md."""
+    """Returns the table between ``BEGIN`` and ``END`` in docs/internals/promises.md."""
     lines = [BEGIN, "", "### Methods of tensors", ""]
     lines += tensor_lines(tensors)
     for title, entries in SECTIONS.items():
