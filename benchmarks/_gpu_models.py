@@ -213,13 +213,15 @@ def make_model(config: GPTConfig) -> GPT:
     return model
 
 
-def make_bare(config: GPTConfig, batch: tuple[Tensor, Tensor]) -> StepParts:
+def make_bare(
+    config: GPTConfig, batch: tuple[Tensor, Tensor], *, capturable: bool = False
+) -> StepParts:
     """The model without an engine."""
     model = make_model(config)
     main = [param.detach().clone() for param in model.parameters()]
     model.to(BF16)
     params: list[Tensor] = list(model.parameters())
-    optimizer = torch.optim.AdamW(main, lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(main, lr=1e-4, fused=True, capturable=capturable)
 
     def update() -> None:
         for weight, param in zip(main, params, strict=True):
@@ -253,6 +255,8 @@ def make_engine(
     mesh: DeviceMesh,
     name: str,
     codec_rules: Sequence[CodecRule] = (),
+    *,
+    capturable: bool = False,
 ) -> StepParts:
     """The model under this engine, gradients reduced in bf16."""
     model = make_model(config)
@@ -271,9 +275,38 @@ def make_engine(
         options=options,
         extensions=[fe.CodecRules(codec_rules)],
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=capturable)
     fe.shard_optimizer(optimizer)
     return _forward_backward(model, batch), update_of(optimizer)
+
+
+def captured(parts: StepParts) -> StepParts:
+    """Capture a whole step into a CUDA graph. Its first part replays it; the second does nothing.
+
+    Args:
+        parts: The step, whose optimizer is capturable. It runs twice before the capture.
+    """
+    if not on_cuda():
+        return parts
+    forward_backward, update = parts
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            forward_backward()
+            update()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = forward_backward()
+        update()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    # The graph reads memory of tensors that `parts` keep alive.
+    return replay, lambda kept=parts: None
 
 
 def _forward_backward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:

@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--rounds 15] [--sections "world 1" "world 8" ...]
 
-Each section runs in its own process with a time limit (17 minutes in total, 12 without fp8), so
+Each section runs in its own process with a time limit (20 minutes in total, 15 without fp8), so
 that a failure affects one section only; results are written after each section.
 
 *world 1*: every level over NCCL with one rank, against the bare model and FSDP2, on a GPT of about
@@ -18,6 +18,10 @@ is not included; memory bandwidth is shared with compute, as with real collectiv
 
 *..., 16 sequences*: the same with a batch four times as large, whose step takes long enough on the
 device that no engine waits for its host.
+
+*..., captured*: some of the engines beside themselves with the whole step in a CUDA graph, which
+the host launches at once. A captured engine has taken two steps before its first loss here. torch
+does not count the memory of a graph's pool, so its peak is not known.
 
 *fp8, native*, *fp8, Transformer Engine*: every level over NCCL with one rank, with fp8 weights
 against bf16 ones: time, memory, and bytes gathered, by the planner's formulas, since one rank
@@ -58,6 +62,7 @@ from _gpu_models import (
     LEVELS,
     EmulatedCommunicator,
     StepParts,
+    captured,
     make_bare,
     make_engine,
     make_fsdp2,
@@ -83,12 +88,15 @@ SECTIONS = {
     "world 64": (64, 100),
     "world 1, 16 sequences": (1, 150),
     "world 8, 16 sequences": (8, 100),
+    "world 1, captured": (1, 100),
+    "world 8, captured": (8, 100),
     "fp8, native": (1, 120),
     "fp8, Transformer Engine": (1, 200),
     "sanitizer, world 1": (1, 55),
     "sanitizer, world 8": (8, 55),
 }
 BARE, FSDP2 = "bare model", "FSDP2"
+CAPTURED = ", captured"
 
 
 # Step time and memory.
@@ -156,8 +164,9 @@ def time_steps(
     return times
 
 
-def timing_section(num_ranks: int, rounds: int, out: Path, *, larger: bool) -> None:
-    """Measure all engines as rank 0 of ``num_ranks``, with a larger batch if asked."""
+def timing_section(num_ranks: int, rounds: int, out: Path, *, larger: bool, captures: bool) -> None:
+    """Measure engines as rank 0 of ``num_ranks``: all, with a larger batch if asked, or some beside
+    their captured steps."""
     mesh = start(num_ranks)
     config, num_sequences = model_config()
     num_sequences *= 4 if larger else 1
@@ -172,6 +181,13 @@ def timing_section(num_ranks: int, rounds: int, out: Path, *, larger: bool) -> N
     names = [*LEVELS, LEVEL_3_ONE_AHEAD] if num_ranks > 1 else LEVELS
     for name in names:
         makers[name] = lambda name=name: make_engine(config, batch, mesh, name)  # type: ignore[misc]
+    if captures:
+        makers = {name: makers[name] for name in (BARE, FSDP2, LEVELS[2], LEVELS[3])}
+        makers[BARE + CAPTURED] = lambda: captured(make_bare(config, batch, capturable=True))
+        for name in (LEVELS[2], LEVELS[3]):
+            makers[name + CAPTURED] = lambda name=name: captured(  # type: ignore[misc]
+                make_engine(config, batch, mesh, name, capturable=True)
+            )
     record: dict[str, Any] = {"config": vars(config), "sequences": num_sequences, "engines": {}}
     found = record["engines"]
     engines: dict[str, StepParts] = {}
@@ -376,7 +392,8 @@ def main() -> None:
             sanitizer_section(num_ranks, args.out)
         else:
             larger = args.section.endswith("sequences")
-            timing_section(num_ranks, args.rounds, args.out, larger=larger)
+            captures = args.section.endswith(CAPTURED)
+            timing_section(num_ranks, args.rounds, args.out, larger=larger, captures=captures)
         if dist.is_initialized():
             dist.destroy_process_group()
         return

@@ -8,7 +8,7 @@ other file uses ``torch.cuda``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -27,6 +27,14 @@ def is_accelerator(device: torch.device) -> bool:
 def module_of(device: torch.device) -> Any:
     """Returns the module that torch registers for ``device``, such as ``torch.xpu`` for XPU."""
     return torch.get_device_module(device)
+
+
+def capture_check(device: torch.device) -> Callable[[], bool]:
+    """Returns a function that returns whether the current stream of ``device`` is being captured
+    into a graph. It always returns False for a device without graphs."""
+    module = None if device.type == "meta" else module_of(device)
+    found: Callable[[], bool] = getattr(module, "is_current_stream_capturing", lambda: False)
+    return found
 
 
 def current_accelerator() -> torch.device | None:

@@ -9,7 +9,11 @@ from typing import Any
 
 from fsdp_engine.codecs.base import CodecRules
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extension_list import deprecated_arguments, from_deprecated
+from fsdp_engine.extension_list import (
+    arguments_elsewhere,
+    deprecated_arguments,
+    from_deprecated,
+)
 from fsdp_engine.options import Options
 from fsdp_engine.precision import MixedPrecisionPolicy
 
@@ -21,6 +25,21 @@ _REPLACEMENTS = {
     "codec_rules": "extensions=[fe.Float8(...)] or extensions=[fe.CodecRules([...])]",
     "plan": "strategy=plan",
     **deprecated_arguments(),
+}
+
+# Arguments of other libraries for what an argument of `fe.shard` does.
+_NAMES_ELSEWHERE = {
+    "level": "strategy=",
+    "sharding_strategy": "strategy=",
+    "zero_stage": "strategy=",
+    "reshard_after_forward": 'strategy="optim_grads_params" or "optim_grads"',
+    "device_mesh": "mesh=",
+    "process_group": "mesh=",
+    "auto_wrap_policy": "units=",
+    "mixed_precision": "mp_policy=",
+    "dtype": "mp_policy=fe.MixedPrecisionPolicy(param_dtype=...)",
+    "param_dtype": "mp_policy=fe.MixedPrecisionPolicy(param_dtype=...)",
+    **arguments_elsewhere(),
 }
 
 NAMES = frozenset(_REPLACEMENTS)
@@ -44,7 +63,8 @@ def current_arguments(
     """
     for name, value in deprecated.items():
         if name not in _REPLACEMENTS:
-            raise TypeError(f"{what} got an unexpected keyword argument {name!r}")
+            hint = f"; use {_NAMES_ELSEWHERE[name]}" if name in _NAMES_ELSEWHERE else ""
+            raise TypeError(f"{what} got an unexpected keyword argument {name!r}{hint}")
         if not _is_default(value):
             warnings.warn(
                 f"{what}: {name}= is deprecated and will be removed in 0.3; use "

@@ -64,6 +64,9 @@ class EnginePart(Protocol):
 class Engine:
     """The engine of a sharded model, which ``fe.shard`` returns.
 
+    Extensions add methods that are not listed here. ``dir(engine)`` has all names, and
+    ``help(engine.NAME)`` describes one.
+
     Attributes:
         model: The user's module.
         mesh: The data-parallel ranks.

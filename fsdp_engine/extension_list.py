@@ -38,6 +38,8 @@ class Extension:
             :meth:`.Engine.memory_bytes` returns the bytes that are held there.
         deprecated: Deprecated arguments of ``fe.shard`` that select the extension, and their
             replacements. ``from_argument(value)`` in the folder returns the selected extensions.
+        elsewhere: Arguments of other libraries that select what the extension does, and how to
+            select it here.
         advice: Pairs of a prefix and a text. The text is added to errors of operations whose names
             begin with the prefix.
         registers: Whether the folder has a function ``register()``, which is called when the
@@ -54,6 +56,7 @@ class Extension:
     classes: Sequence[tuple[str, str]] = ()
     places: Sequence[str] = ()
     deprecated: Sequence[tuple[str, str]] = ()
+    elsewhere: Sequence[tuple[str, str]] = ()
     advice: Sequence[tuple[str, str]] = ()
     registers: bool = False
     files: Sequence[str] = ()
@@ -96,12 +99,17 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension(
         "initial_values",
         classes=[("InitialValues", "compared_values.ComparedValues")],
+        elsewhere=[
+            ("sync_module_states", 'initial_values="rank0"'),
+            ("param_init_fn", 'initial_values="empty"'),
+        ],
         words=("initial_values=", '"initial_values"', 'device("meta")', 'device="meta"'),
     ),
     Extension(
         "fp8",
         names=("Float8",),
         codecs=("DecodingCodec", "Float8", "Float8Codec", "ScaledCodec", "ScaledEncoding"),
+        elsewhere=[("fp8", "extensions=[fe.Float8()]")],
         words=("fp8_param_gather",),
     ),
     Extension(
@@ -126,6 +134,9 @@ EXTENSIONS: tuple[Extension, ...] = (
         methods=("offload",),
         places=("disk",),
         deprecated=[("offload", "extensions=[fe.Offload(...)]")],
+        elsewhere=[
+            (name, "extensions=[fe.Offload(...)]") for name in ("cpu_offload", "offload_policy")
+        ],
         classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
         words=("offload=",),
     ),
@@ -217,6 +228,11 @@ def deprecated_arguments() -> dict[str, str]:
     """Returns the deprecated arguments of ``fe.shard`` that select extensions, with their
     replacements."""
     return dict(chain.from_iterable(each.deprecated for each in EXTENSIONS))
+
+
+def arguments_elsewhere() -> dict[str, str]:
+    """Returns arguments of other libraries, and how to select an extension that does the same."""
+    return dict(chain.from_iterable(each.elsewhere for each in EXTENSIONS))
 
 
 def from_deprecated(argument: str, value: object) -> list[Any]:

@@ -1581,24 +1581,36 @@ def _gpu_engines(section: str) -> tuple[dict[str, Any], dict[str, list[float]]]:
     return engines, {name: each["milliseconds"]["step"] for name, each in engines.items()}
 
 
+def _gpu_times(section: str) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of step times and memory."""
+    engines, steps = _gpu_engines(section)
+    rows = [
+        [
+            name,
+            spread(harness.spread(steps[name]), 1),
+            *(spread(harness.ratios(steps, name, base)) for base in ("bare model", "FSDP2")),
+            f"{statistics.median(each['milliseconds']['host']):.0f}",
+            f"{each['peak bytes'] / GIB:.2f}",
+        ]
+        for name, each in engines.items()
+    ]
+    return ["engine", "step ms", "x bare model", "x FSDP2", "host ms", "peak GiB"], rows
+
+
 def gpu_steps() -> str:
     """A table for each section of step times."""
     parts = []
     for section, title in GPU_TIMES.items():
-        engines, steps = _gpu_engines(section)
-        rows = [
-            [
-                name,
-                spread(harness.spread(steps[name]), 1),
-                *(spread(harness.ratios(steps, name, base)) for base in ("bare model", "FSDP2")),
-                f"{statistics.median(each['milliseconds']['host']):.0f}",
-                f"{each['peak bytes'] / GIB:.2f}",
-            ]
-            for name, each in engines.items()
-        ]
-        columns = ["engine", "step ms", "x bare model", "x FSDP2", "host ms", "peak GiB"]
+        columns, rows = _gpu_times(section)
         parts.append(f"**{title[0].upper()}{title[1:]}**\n\n{table(columns, rows)}")
     return with_machine("\n\n".join(parts), "gpu")
+
+
+def gpu_captured() -> str:
+    """Steps outside of a CUDA graph, and replays of the same."""
+    columns, rows = _gpu_times("world 1, captured")
+    rows = [[*row[:-1], "-" if row[0].endswith("captured") else row[-1]] for row in rows]
+    return with_machine(table(columns, rows), "gpu")
 
 
 def _gpu_over_fsdp2() -> str:
@@ -1801,6 +1813,7 @@ TABLES: tuple[Callable[[], str], ...] = (
     async_device_steps,
     async_device_waits,
     missing_waits,
+    gpu_captured,
     gpu_steps,
     gpu_sanitizer,
     gpu_fp8,

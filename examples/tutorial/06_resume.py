@@ -51,9 +51,7 @@ engine = fe.shard(model, strategy="optim_grads_params", mp_policy=policy)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after shard()
 rank, size, device = engine.mesh.rank, engine.mesh.size, engine.mesh.device
 checkpointer = fe.Checkpointer("runs/tutorial", engine, optimizer)
-first = max(checkpointer.steps(), default=0)
-if first:
-    checkpointer.load(first)
+first = checkpointer.load().step if checkpointer.steps() else 0
 if rank == 0:
     print(f"begin after step {first}")
 for step in range(first + 1, STEPS + 1):

@@ -53,9 +53,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # after shard()
 rank, size, device = engine.mesh.rank, engine.mesh.size, engine.mesh.device
 ema = fe.EMA(engine, decay=0.9)
 checkpointer = fe.Checkpointer("runs/tutorial_ema", engine, optimizer, extra={"ema": ema})
-first = max(checkpointer.steps(), default=0)
-if first:
-    checkpointer.load(first)
+first = checkpointer.load().step if checkpointer.steps() else 0
 if rank == 0:
     print(f"begin after step {first}")
 for step in range(first + 1, STEPS + 1):

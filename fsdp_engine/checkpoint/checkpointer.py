@@ -43,7 +43,7 @@ from torch.distributed import is_initialized
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
-from fsdp_engine.checkpoint.folder import LoadReport, collector_paused
+from fsdp_engine.checkpoint.folder import RunReport, collector_paused
 from fsdp_engine.checkpoint.job_directory import JobDirectory, SharedDirectory
 from fsdp_engine.checkpoint.joint_optimizer import Optimizers
 from fsdp_engine.checkpoint.run_folder import Run
@@ -231,14 +231,15 @@ class Checkpointer:
         verify: bool = False,
         *,
         trust: bool = False,
-    ) -> LoadReport:
+    ) -> RunReport:
         """Restore a run that was saved with any number of ranks, strategy, mesh and granule.
 
         Loaded weights and optimizer state equal the saved ones bit for bit, and the next forward
         uses them. With the same number of ranks as at the save, random states and each rank's
         ``extra`` are restored. Otherwise every rank loads the ``extra`` of rank 0, with a warning
         that names the values that differed between ranks. Sharded tensors in ``extra`` are loaded
-        like parameters. An ``extra`` that was not saved is not changed, with a warning.
+        like parameters. An ``extra`` that was not saved is not changed, with a warning. A saved
+        ``extra`` that this object does not have is not loaded, with a warning.
 
         Args:
             step: The number of the step; "latest": the newest complete checkpoint.

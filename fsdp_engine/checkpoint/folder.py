@@ -146,6 +146,13 @@ class LoadReport:
     of_rank_0: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class RunReport(LoadReport):
+    """The result of ``Checkpointer.load``, whose checkpoints always contain the step."""
+
+    step: int = 0
+
+
 def save_checkpoint(
     path: str | os.PathLike[str],
     engine: Engines,
@@ -488,6 +495,12 @@ class FolderMatch:
         """Copy the files of the targets into the folder if other nodes have them. Collective."""
         targets = self.targets | dict.fromkeys(self._examined)
         self._files.fetch(lambda: files_of(targets, self._metadata))
+
+    @property
+    def has_sharded_objects(self) -> bool:
+        """Whether objects that were read contain sharded tensors, whose values come with
+        :meth:`load`."""
+        return bool(self._extra.targets)
 
     def read_objects(
         self, what: str, group: ProcessGroup | None, check: Callable[[FolderMatch], object]

@@ -23,7 +23,7 @@ from fsdp_engine.checkpoint.extra_tensors import (
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.folder import (
     FolderMatch,
-    LoadReport,
+    RunReport,
     foreign_slices_text,
     load_matching,
     training_entries,
@@ -166,7 +166,7 @@ class Run:
 
     def load(
         self, files: CheckpointFiles, *, strict: bool, verify: bool, trust: bool, what: str
-    ) -> LoadReport:
+    ) -> RunReport:
         """Load a checkpoint. Collective.
 
         Warnings have the location of the code that calls the caller of this method.
@@ -221,6 +221,8 @@ class Run:
                     foreign.append(text)
                     del extra[name]
             found.update(extra)
+            if not match.has_sharded_objects:
+                self._load_extra(found)  # an object that refuses its state leaves the weights
 
         match = load_matching(what, self.ranks.control_group, make, strict=strict, check=check)
         of_rank_0: list[str] = []
@@ -237,16 +239,29 @@ class Run:
                 stacklevel=3,
             )
         problems = [*match.problems, *foreign]
-        for name, value in self._extra.items():
+        if match.has_sharded_objects:
+            self._load_extra(found)
+        if unused := [name for name in found if name not in self._extra]:
+            warnings.warn(
+                f"load of {files.folder}: expected an object in extra for each saved state; found "
+                f"none for {', '.join(unused)}, whose state is not loaded. Pass "
+                f"extra={{{unused[0]!r}: ...}}, or read it from the result's extra",
+                stacklevel=3,
+            )
+        for name in self._extra:
             if name in found:
-                value.load_state_dict(found[name])
                 continue
             # This is a warning and no error, because weights are already replaced here.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
             warnings.warn(
                 f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
             )
-        return LoadReport(manifest.step, problems, found, of_rank_0)
+        return RunReport(manifest.step, problems, found, of_rank_0)
+
+    def _load_extra(self, found: Mapping[str, Any]) -> None:
+        for name, value in self._extra.items():
+            if name in found:
+                value.load_state_dict(found[name])
 
     def _different(self, rows: list[dict[str, str]]) -> list[str]:
         """Returns the paths of the values that differ between the saved ranks. Collective.

@@ -1,4 +1,13 @@
-"""Lanes of an accelerator, which are streams: see [Note: Lanes] in ``lanes.py``."""
+"""Lanes of an accelerator, which are streams: see [Note: Lanes] in ``lanes.py``.
+
+[Note: Captured graphs]
+While the caller's stream is captured into a graph, operations of all lanes belong to the graph: a
+stream joins the capture before its first operation or allocation in it, by a wait for the caller's
+stream. Tickets do not cross the border of a capture. A ticket from before needs no wait, because a
+capture begins with a synchronisation of the device. Work of a graph runs when the graph is
+replayed, on the stream of its caller, and the host does not know of it. After a capture, each
+operation outside of a graph therefore waits for the caller's stream.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.accelerator import module_of
+from fsdp_engine.accelerator import capture_check, module_of
 from fsdp_engine.comm.activity import ACTIVITY
 from fsdp_engine.comm.lanes import (
     Meter,
@@ -39,15 +48,17 @@ class DeviceTicket:
     Attributes:
         event: The event.
         stream: The stream on which the event was recorded.
+        is_captured: Whether the event belongs to a graph: see [Note: Captured graphs].
         works: The operation that ends with the event, and its predecessors. Empty without meters.
     """
 
-    __slots__ = ("event", "stream", "works")
+    __slots__ = ("event", "is_captured", "stream", "works")
     done = False
 
-    def __init__(self, event: torch.Event, stream: torch.Stream) -> None:
+    def __init__(self, event: torch.Event, stream: torch.Stream, is_captured: bool) -> None:
         self.event = event
         self.stream = stream
+        self.is_captured = is_captured
         self.works: tuple[TimedWork, ...] = ()
 
 
@@ -81,7 +92,8 @@ class DeviceLane:
         self.meters: tuple[Meter, ...] = ()
         self.recent: deque[tuple[str, Any]] = deque(maxlen=0)
         self._awaited: DeviceTicket | None = None  # the ticket of the last wait
-        self._is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        self._is_capturing = capture_check(device)
+        self._was_captured = False
 
     def _target(self) -> Any:
         return self._stream or self._module.current_stream(self._device)
@@ -98,13 +110,13 @@ class DeviceLane:
         """See :class:`Lane`. The host does not wait."""
         del reads, writes
         stream = self._target()
+        is_captured = self._enter()
         self.wait(*after)
         begin = self._timed_event(stream) if self.meters else None
         with self._module.stream(stream), labelled(label):
             for work in chain.from_iterable(operation()):
                 work.wait()  # makes the current stream wait, not the host
-            is_captured = self._is_capturing is not None and self._is_capturing()
-        ticket = self.record()
+        ticket = self._record(is_captured)
         if begin is not None:
             before = [work for each in after for work in getattr(each, "works", ())]
             ticket.works = (TimedWork(self.name, label, begin, ticket.event), *before)
@@ -117,14 +129,31 @@ class DeviceLane:
         """Whether a graph is captured on this stream: see :func:`is_capturing`."""
         return is_capturing(self._device, [self._stream])
 
+    def _enter(self) -> bool:
+        """Join a capture of the caller's stream. Returns whether there is one.
+
+        See [Note: Captured graphs].
+        """
+        captures = self._is_capturing()
+        if self._stream is not None and (captures or self._was_captured):
+            with self._module.stream(self._stream):
+                follows = captures and self._is_capturing()
+            if not follows:
+                self._stream.wait_stream(self._module.current_stream(self._device))
+            self._was_captured = True
+        return captures
+
     def record(self) -> DeviceTicket:
         """See :class:`Lane`."""
+        return self._record(self._enter())
+
+    def _record(self, is_captured: bool) -> DeviceTicket:
         stream = self._target()
         if self.meters:
-            return DeviceTicket(self._timed_event(stream), stream)
+            return DeviceTicket(self._timed_event(stream), stream, is_captured)
         event = self._module.Event()
         event.record(stream)
-        return DeviceTicket(event, stream)
+        return DeviceTicket(event, stream, is_captured)
 
     def wait(self, *tickets: Ticket) -> None:
         """See :class:`Lane`. The stream waits, not the host.
@@ -133,7 +162,7 @@ class DeviceLane:
         of its own stream, or again for the ticket of the last wait. While compute's waits are
         measured, each ticket is waited for.
         """
-        stream = self._target()
+        stream, captures = self._target(), self._is_capturing()
         each_is_timed = self._stream is None and bool(self.meters)
         newest: dict[Any, DeviceTicket] = {}
         begins: dict[DeviceTicket, torch.Event] = {}
@@ -143,7 +172,7 @@ class DeviceLane:
                 ticket = ticket.finish()
                 if begin is not None:  # the host's wait is part of compute's wait
                     begins[ticket] = begin
-            if isinstance(ticket, DeviceTicket):
+            if isinstance(ticket, DeviceTicket) and ticket.is_captured == captures:
                 newest[ticket if each_is_timed else ticket.stream] = ticket
         for awaited in newest.values():
             if each_is_timed and awaited.works:
@@ -176,6 +205,7 @@ class DeviceLane:
         if self._stream is None:  # the lane's stream is the current one
             action()
             return
+        self._enter()
         with self._module.stream(self._stream):
             action()
 

@@ -50,7 +50,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fsdp_engine.accelerator import is_accelerator, module_of
+from fsdp_engine.accelerator import capture_check, is_accelerator, module_of
 from fsdp_engine.strategies import Axis
 
 _MILLI = 1e-3
@@ -311,6 +311,16 @@ class GradientStream:
         self._device = device
         self._module = module_of(device) if is_accelerator(device) else None
         self._stream: Any = None
+        self._is_capturing = capture_check(device)
+        self._was_captured = False
+
+    def has_graphs(self) -> bool:
+        """Returns whether the current stream is captured into a graph, or was in an earlier call.
+
+        Replays of a graph change weights unknown to the host.
+        """
+        self._was_captured = self._was_captured or self._is_capturing()
+        return self._was_captured
 
     @property
     def exists(self) -> bool:

@@ -174,7 +174,8 @@ def refusal(
                 "model; for another method of a unit or of the model, call "
                 "fe.register_forward_method(module, name) first; or work within "
                 "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
-                "save full weights. Change shapes before shard()"
+                "save full weights; fe.save_pretrained() writes what a model's own "
+                "save_pretrained() would. Change shapes before shard()"
             )
     error = ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "

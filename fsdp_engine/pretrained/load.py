@@ -24,7 +24,13 @@ from fsdp_engine.checkpoint.safetensors_folder import read_folder
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.engine import Engine, engine_of
-from fsdp_engine.pretrained.adapters import Place, adapter_layers, holds_adapter, match_adapter
+from fsdp_engine.pretrained.adapters import (
+    Place,
+    adapter_layers,
+    base_names,
+    holds_adapter,
+    match_adapter,
+)
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
 
 
@@ -242,6 +248,8 @@ def load_pretrained(
             found, replaced = match_adapter(engine, Path(folder), adapter)
         else:
             found = _match(engine, Path(folder), key_mapping)
+            if strict:
+                _refuse_missing_adapters(engine.model, str(folder), found)
         found.raise_for(str(folder), strict=strict)
         initialization = plan_initialization(engine, found.missing, is_base=not is_of_adapter)
     except Exception as caught:  # conversions of transformers raise errors of any type
@@ -265,7 +273,7 @@ def load_pretrained(
     replace_weights(WHAT, engine, fill, finish, names=replaced)
     report = LoadedPretrained(tuple(found.missing), tuple(found.unexpected))
     if is_first and (report.missing or report.unexpected):
-        warnings.warn(_mismatches(str(folder), report), stacklevel=2)
+        warnings.warn(_mismatches(engine.model, str(folder), report), stacklevel=2)
     return report
 
 
@@ -296,10 +304,34 @@ def _match(engine: Engine, folder: Path, key_mapping: Mapping[str, str] | None) 
     return found
 
 
-def _mismatches(folder: str, report: LoadedPretrained) -> str:
+def _adapter_names(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Returns those of ``names`` that are no weights of the base model."""
+    base_model, names_of_base = base_names(model)
+    if base_model is model:
+        return []
+    of_base = {name for each in names_of_base.values() for name in each}
+    return [name for name in names if name not in of_base]
+
+
+def _refuse_missing_adapters(model: nn.Module, folder: str, found: Match) -> None:
+    if not found.missing or found.unexpected or found.problems:
+        return
+    adapters = _adapter_names(model, found.missing)
+    if len(adapters) == len(found.missing):
+        raise ValueError(
+            f"{folder}: expected the tensors of this model; found those of the base model, without "
+            f"{len(adapters)} tensors of adapters such as {adapters[0]}. Pass strict=False: "
+            "adapters keep their values, or get PEFT's initial ones if they have none"
+        )
+
+
+def _mismatches(model: nn.Module, folder: str, report: LoadedPretrained) -> str:
     parts = []
-    if report.missing:
-        parts.append(f"not there, and as the model made them: {', '.join(report.missing)}")
+    adapters = _adapter_names(model, report.missing)
+    if adapters:
+        parts.append(f"not there, and as PEFT made them: {len(adapters)} tensors of adapters")
+    if others := [name for name in report.missing if name not in set(adapters)]:
+        parts.append(f"not there, and as the model made them: {', '.join(others)}")
     if report.unexpected:
         parts.append(f"there, and not in the model: {', '.join(report.unexpected)}")
     return f"{WHAT}: {folder}: {'; '.join(parts)}"

@@ -196,6 +196,9 @@ class Scheduler:
                 for buffer in unit.trainable:
                     if buffer.gradient_hooks is not None:
                         buffer.gradient_hooks.renew()
+        if self.reductions.stream.has_graphs():
+            for unit in self.units:
+                unit.mark_stale()
         context = call_context()
         self._in_stage_of_torch = self.microbatch is None and context.stage
         for unit in self.units:

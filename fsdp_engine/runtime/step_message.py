@@ -16,6 +16,9 @@ The message between all ranks also contains a digest of the order of units that 
 recorded, and the complement of the digest. All digests are equal if the maximum of the digests and
 the maximum of the complements are still complements. Ranks that share other parameters (experts)
 have another message.
+
+While a step is captured into a graph, no message is sent, because replays would not send it again.
+Each parameter must then have a gradient on each rank.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_engine.accelerator import capture_check
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm import collectives
 from fsdp_engine.comm.activity import naming
@@ -45,7 +49,7 @@ class _Part:
     Attributes:
         group: The group.
         buffers: The buffers whose parameters the message is about, each with its number.
-        result: The tensor that receives the result.
+        result: The tensor that receives the result. None: no message was sent.
         work: The work of the all-reduce; None: there is none, or it was waited for.
     """
 
@@ -92,6 +96,7 @@ class StepMessage:
         self._device = device
         self._group = group
         self._stream = SideStream(device)
+        self._is_capturing = capture_check(device)
         self.num_started = 0
         parts = {id(group): _Part(group)} if group is not None else {}
         for number, buffer in enumerate(buffers):
@@ -102,6 +107,8 @@ class StepMessage:
     def start(self, order: Sequence[int]) -> None:
         """Start the message of a step. ``order``: the order of units that this rank recorded."""
         self.num_started += 1
+        if self._is_capturing():
+            return
         for part in self._parts:
             flags = bytearray()
             for _, buffer in part.buffers:
@@ -118,19 +125,25 @@ class StepMessage:
 
         Args:
             has_new_order: This rank has recorded an order of units that is not yet canonical.
+
+        Raises:
+            RuntimeError: A step is captured into a graph, and a parameter got no gradient.
         """
         used: list[Sequence[Any]] = [buffer.published.used for buffer in self._buffers]
         same_order = False
         for part in self._parts:
             is_main = part.group is self._group
             missing = not all(all(used[number]) for number, _ in part.buffers)
+            if part.result is None:
+                if missing:
+                    self._refuse_missing(part)
+                continue
             if not (missing or (is_main and has_new_order)):
                 continue  # finish() waits for the work before the next message
             with naming(_WHAT, part.group), self._stream.entered():
                 part.work.wait()
-                assert part.result is not None
                 values = part.result.tolist()
-            part.work = None
+            part.work = part.result = None
             at = 0
             for number, _ in part.buffers:
                 end = at + len(used[number])
@@ -142,13 +155,27 @@ class StepMessage:
                 same_order = all(a + b == 255 for a, b in zip(digest, complement, strict=True))
         return Verdict(used, same_order)
 
+    def _refuse_missing(self, part: _Part) -> None:
+        names = [
+            record.name
+            for _, buffer in part.buffers
+            for record, flag in zip(buffer.records, buffer.published.used, strict=True)
+            if not flag
+        ]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise RuntimeError(
+            "backward, captured into a graph: expected a gradient of each parameter on each rank; "
+            f"found none of {names[0]}{more}. Set requires_grad to False for parameters that a "
+            "step does not use"
+        )
+
     def finish(self) -> None:
         """Wait for messages that were not read."""
         for part in self._parts:
             if part.work is not None:
                 with naming(_WHAT, part.group), self._stream.entered():
                     part.work.wait()
-                part.work = None
+                part.work = part.result = None
 
     def forget(self) -> None:
         """Drop pending messages. Communication must have ended."""

@@ -291,6 +291,11 @@ class Unit:
         """Whether full parameters, if there are any, are up to date with the main weights."""
         return all(buffer.weights.is_current for buffer in self.buffers)
 
+    def mark_stale(self) -> None:
+        """Record that main weights may have changed unseen."""
+        for buffer in self.buffers:
+            buffer.weights.mark_stale()
+
     def needs_gather(self, phase: int) -> bool:
         """Returns whether parameters must be gathered or cast before the modules can compute.
 
@@ -504,8 +509,8 @@ class Unit:
         self.uninstall()
         self.state = State.SHARDED if self.reshards else State.FULL
         self._tickets = []
+        self.mark_stale()
         for buffer in self.buffers:
-            buffer.weights.mark_stale()
             buffer.weights.release()
             if buffer.grads is not None:
                 buffer.grads.release()

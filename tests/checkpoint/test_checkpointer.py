@@ -272,6 +272,10 @@ def test_entries_that_do_not_fit_are_listed_and_left_out_if_asked_for() -> None:
     with pytest.warns(UserWarning, match=r"missing extra\.new: expected its state"):
         report = fe.Checkpointer(folder, engine, optimizer, extra=extra).load()
     assert (known.value, new.value, len(report.problems)) == (3, 8, 1)
+    with pytest.warns(UserWarning, match=r"found none for data, .* Pass extra=\{'data'"):
+        report = fe.Checkpointer(folder, engine, optimizer).load()
+    assert report.extra == {"data": 3}
+    assert not report.problems
     torch.manual_seed(4)
     model = Transformer(num_blocks=2)
     model.extra = nn.Linear(3, 3)  # type: ignore[assignment]
@@ -488,3 +492,22 @@ def load_a_stage(folder: str) -> None:
     fe.load_checkpoint(folder, fe.shard(model))
     torch.manual_seed(1)
     reference.assert_same_weights(model, Mlp())
+
+
+@on_ranks(2)
+def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
+    class Refusing(Values):
+        def load_state_dict(self, state: Any) -> None:
+            if dist.get_rank() == 1:
+                raise KeyError("planted")
+
+    folder = shared_folder()
+    model, engine, optimizer = small()
+    fe.Checkpointer(folder, engine, optimizer, extra={"data": Values(3)}).save(1)
+    train(model, optimizer)
+    before = contents(model, optimizer)
+    checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"data": Refusing()})
+    raises_each((Exception, "planted", checkpointer.load))
+    assert not different(contents(model, optimizer), before)
+    fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
+    assert different(contents(model, optimizer), before)

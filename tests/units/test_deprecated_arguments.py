@@ -97,6 +97,7 @@ def test_arguments_that_select_nothing_do_not_warn() -> None:
 def test_wrong_values_are_refused() -> None:
     for given, kind, message in (
         ({"layers": 3}, TypeError, r"shard\(\) got an unexpected keyword argument 'layers'"),
+        ({"level": "optim"}, TypeError, r"argument 'level'; use strategy="),
         ({"config": {}}, TypeError, "config: expected a DistributedDataParallelConfig"),
         ({"offload": "host"}, TypeError, "offload: expected an fe.Offload or None; found 'host'"),
         ({"checkpointing": "some"}, ValueError, "checkpointing: expected True, False"),

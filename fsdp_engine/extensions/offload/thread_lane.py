@@ -93,7 +93,16 @@ class ThreadLane(DeviceLane):
         reads: Sequence[Tensor] = (),
         writes: Sequence[Tensor] = (),
     ) -> ThreadTicket:
-        """See :class:`Lane`. The host does not wait."""
+        """See :class:`Lane`. The host does not wait.
+
+        Raises:
+            RuntimeError: The current stream is being captured into a graph.
+        """
+        if self._is_capturing():
+            raise RuntimeError(
+                f"{label}: expected no capture of a CUDA graph, since a thread submits this copy; "
+                "found one. Do not capture steps of a model with fe.Offload"
+            )
         while self._unfinished and self._unfinished[0].has_ended:
             self._unfinished.popleft()
         future = self._thread.submit(self._run, label, operation, after)

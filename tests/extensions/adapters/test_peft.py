@@ -164,6 +164,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     if dist.get_rank() == 0:
         adapted("lora").save_pretrained(f"{folder}/fits")
         other: Any = llama()
+        other.save_pretrained(f"{folder}/base")
         peft.get_peft_model(other, lora(lora_alpha=16)).save_pretrained(f"{folder}/alpha")
         other = llama()
         more = lora(target_modules=["q_proj", "k_proj"])
@@ -179,6 +180,7 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
         ("alpha", "expected lora_alpha of the model's adapter 'default', 8; found 16", {}),
         ("targets", r"missing base_model.*v_proj.lora_A.default.weight", {}),
         ("targets", r"unexpected base_model.*k_proj.lora_A.weight", {}),
+        ("base", r"found those of the base model, without \d+ tensors of adapters", {}),
         ("pickle", "found adapter_model.bin, a pickle", {}),
         ("fits", "adapter: expected one of default, other; found 't'", {"adapter": "t"}),
     ):

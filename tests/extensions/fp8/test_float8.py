@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.codecs import Piece
-from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, scaled
+from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, arithmetic
 from tests import reference
 from tests.extensions.fp8.float8_reference import (
     fp8_bytes,
@@ -73,7 +73,7 @@ def test_bytes_and_scales_are_those_of_the_reference_and_are_widened_to_its_valu
     ]
     out = [torch.empty_like(tensor) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scaled, "CHUNK", chunk)
+        patch.setattr(arithmetic, "CHUNK", chunk)
         wire, codec = encoded(tensors, options)
         starts = [0, *itertools.accumulate(tensor.numel() for tensor in tensors)]
         codec.decode(wire, starts[:-1], out)

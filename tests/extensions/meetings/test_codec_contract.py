@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fsdp_engine.codecs as codecs
 from fsdp_engine.codecs import CastCodec, ParamCodec, Piece
 from fsdp_engine.extension_list import names_of
-from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, ScaledCodec, scaled
+from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, ScaledCodec, arithmetic
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
 from tests.extensions.fp8.int8_codec import Int8, Int8Codec
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES, make_weight
@@ -131,7 +131,7 @@ def test_what_a_codec_keeps(name: str) -> None:
         for plants in (False, True):
             values = mains(name, plants=plants)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(scaled, "CHUNK", 100)
+                patch.setattr(arithmetic, "CHUNK", 100)
                 found = encoded(CODECS[name](), values, cuts[rank], cuts[rank + 1])
             for index, (full, value) in enumerate(zip(found, values, strict=True)):
                 assert full[value.isnan()].isnan().all(), (name, index)

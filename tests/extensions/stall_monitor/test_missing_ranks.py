@@ -330,7 +330,7 @@ def test_no_event_is_queried_while_a_graph_is_captured(
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     stream: Any = "the lane's"
     lane, work = watched_lane(stream)
-    monkeypatch.setattr(lane, "record", lambda: SimpleNamespace(event=within))
+    monkeypatch.setattr(lane, "_record", lambda captured: SimpleNamespace(event=within))
     lane.recent.append(("gather 0", before))
     if captured == "the lane's":
         with module.stream(stream):
