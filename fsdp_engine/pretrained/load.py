@@ -304,13 +304,13 @@ def _match(engine: Engine, folder: Path, key_mapping: Mapping[str, str] | None) 
     return found
 
 
-def _adapter_names(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Returns those of ``names`` that are no weights of the base model."""
+def _adapter_names(model: nn.Module, missing: Iterable[str]) -> list[str]:
+    """Returns the names in ``missing`` that are no weights of the base model."""
     base_model, names_of_base = base_names(model)
     if base_model is model:
         return []
     of_base = {name for each in names_of_base.values() for name in each}
-    return [name for name in names if name not in of_base]
+    return [name for name in missing if name not in of_base]
 
 
 def _refuse_missing_adapters(model: nn.Module, folder: str, found: Match) -> None:
