@@ -132,7 +132,7 @@ class EmulatedCommunicator(Communicator):
             out.copy_(total)
         yield from ()
 
-    def all_reduce(self, tensor: Tensor, *, average: bool = False) -> Steps:
+    def all_reduce(self, tensor: Tensor, *, average: bool = False, tag: int = 0) -> Steps:
         EmulatedCommunicator.num_calls += 1
         total = emulate_scatter(tensor, self.part(tensor), self.size, average)
         emulate_gather(tensor, total, self.size)

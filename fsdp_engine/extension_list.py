@@ -158,6 +158,7 @@ EXTENSIONS: tuple[Extension, ...] = (
             ("Scheduler", "scheduler.NestedScheduler"),
         ],
     ),
+    Extension("quantized_reduction", names=("QuantizedReduction",)),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
     # This entry precedes "tensor_hooks", since its tensor classes can have such hooks, too.

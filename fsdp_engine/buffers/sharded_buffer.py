@@ -347,7 +347,7 @@ def _all_reduce(
     # reduce-scatter of the communicator is followed by an all-gather. (Otherwise gloo's all-reduce
     # is used, too: it is as fast as these two, and the host need not drive it in between.)
     if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
-        operation = partial(comm.all_reduce, tensor, average=how.average)
+        operation = partial(comm.all_reduce, tensor, average=how.average, tag=how.tag)
         _add_reduction(chain, lane, "all-reduce", axis, tensor, tensor, operation, how)
         return
     if sent is not tensor:

@@ -429,7 +429,7 @@ class FolderMatch:
             raise ValueError(
                 f"checkpoint {folder}: expected all parameters; found only those that were "
                 "trainable, since it was saved with trainable_only=True. Load frozen parameters "
-                "from their source, and this checkpoint with trainable_only=True"
+                "from their source, and this checkpoint by a Checkpointer(trainable_only=True)"
             )
         self.targets, self.problems, self._extra_states = match_model(
             engine, self._saved, trainable_only=trainable_only

@@ -182,13 +182,15 @@ class Communicator:
             elif divisor != 1.0:
                 out.div_(divisor)
 
-    def all_reduce(
-        self,
-        tensor: Tensor,
-        *,
-        average: bool = False,
-    ) -> Steps:
-        """Sum (or average) ``tensor`` over all ranks in place, with the backend's all-reduce."""
+    def all_reduce(self, tensor: Tensor, *, average: bool = False, tag: int = 0) -> Steps:
+        """Sum (or average) ``tensor`` over all ranks in place, with the backend's all-reduce.
+
+        Args:
+            tensor: The addend of this rank, and the result.
+            average: Divide the sum by the number of ranks.
+            tag: Tag of messages, for subclasses that send some: ``tag`` and ``tag + 1``.
+        """
+        del tag
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])
         yield [self._host_work(work)] if self._gloo else self._to_wait_for(work)
 

@@ -174,9 +174,10 @@ def refusal(
                 "model; for another method of a unit or of the model, call "
                 "fe.register_forward_method(module, name) first; or work within "
                 "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
-                "save full weights; fe.save_pretrained() writes what a model's own "
-                "save_pretrained() would. Change shapes before shard()"
+                "save full weights. Change shapes before shard()"
             )
+    if name_of(func) in ("storage", "untyped_storage"):  # called by save_pretrained() of a model
+        why += " (to save the model, call fe.save_pretrained(engine, folder) on all ranks)"
     error = ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
         f"and of scalars, or a full reduction; found {described}. Call .full_tensor() for "

@@ -329,7 +329,9 @@ def _mismatches(model: nn.Module, folder: str, report: LoadedPretrained) -> str:
     parts = []
     adapters = _adapter_names(model, report.missing)
     if adapters:
-        parts.append(f"not there, and as PEFT made them: {len(adapters)} tensors of adapters")
+        parts.append(
+            f"it has none of {len(adapters)} tensors of adapters, which keep PEFT's initial values"
+        )
     if others := [name for name in report.missing if name not in set(adapters)]:
         parts.append(f"not there, and as the model made them: {', '.join(others)}")
     if report.unexpected:
