@@ -195,10 +195,15 @@ def watched(scenario: Scenario, *, num_forwards: float | None = 1) -> tuple[Run,
     return watch.train(scenario, num_forwards=num_forwards), watch
 
 
-def assert_all_same(runs: Sequence[Run]) -> None:
-    """Losses, gradients and weights are equal; norms are sums in another order."""
+def assert_all_same(runs: Sequence[Run], tolerance: float = 0.0) -> None:
+    """Losses, gradients and weights are equal; norms are sums in another order.
+
+    Args:
+        runs: The runs.
+        tolerance: Largest error relative to the largest element of a tensor.
+    """
     expected = runs[0].steps
     for run in runs[1:]:
         steps = [replace(s, norm=o.norm) for s, o in zip(run.steps, expected, strict=True)]
-        lines = reference.differences(steps, expected, 0.0)
+        lines = reference.differences(steps, expected, tolerance)
         assert not lines, "\n".join(lines[:8])
