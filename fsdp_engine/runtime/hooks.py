@@ -163,6 +163,7 @@ class _Entered:
         inputs: The inputs in all other cases.
         containers: The inputs that can contain tensors.
         began: The sequence number of the first function that autograd records in the call.
+        handled: The exception that the caller handles, if it is in an ``except`` block.
     """
 
     __slots__ = (
@@ -170,6 +171,7 @@ class _Entered:
         "began",
         "calls",
         "containers",
+        "handled",
         "inputs",
         "repeats",
         "units",
@@ -177,6 +179,7 @@ class _Entered:
     )
 
     def __init__(self, *, repeats: bool, wants_calls: bool) -> None:
+        self.handled = sys.exc_info()[1]
         self.units: list[tuple[Unit, bool]] = []
         self.calls: list[Call] = []
         self.repeats = repeats
@@ -384,7 +387,7 @@ class ModuleHooks:
         calls = entered.calls
         has_backward = False
         # torch calls this hook, with the output None, also where forward has raised an exception.
-        has_failed = output is None and sys.exc_info()[1] is not None
+        has_failed = output is None and sys.exc_info()[1] is not entered.handled
         try:
             if calls and not has_failed:
                 ways_in = self._ways_in(entered, calls, output)
