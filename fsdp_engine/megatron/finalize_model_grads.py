@@ -265,7 +265,7 @@ def finalize_model_grads(
         for name, module in _cache_of(chunk.engine).routers.items()
         if (router := router_of(name, module())) is not None
     ]
-    balancing = getattr(config, "moe_router_load_balancing_type", ())
+    balancing = getattr(config, "moe_router_load_balancing_type", None) or ()
     quantile_routers: dict[str, Any] = {}
     if balancing == "quantile_balancing":
         quantile_routers = {

@@ -248,7 +248,7 @@ class _ShardedOptimizer(_NormGroups):
 
     def _master_params(self) -> list[list[Tensor]]:
         """Returns each group's parameters whose compute dtype is narrower than their main dtype."""
-        low = {id(param) for buffer, param in self._params_by_buffer() if _is_narrow(buffer)}
+        low = {id(param) for buffer, param in self._params_by_buffer() if _has_compute_copy(buffer)}
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [[param for param in group["params"] if id(param) in low] for group in groups]
 
@@ -286,7 +286,7 @@ class _ShardedOptimizer(_NormGroups):
                 places = [index for index, param in enumerate(params) if id(param) in own]
                 for key in found if places else ():
                     if key == _MAIN_WEIGHTS:
-                        if not _is_narrow(buffer):
+                        if not _has_compute_copy(buffer):
                             continue
                         state: list[Tensor | None] = [param.detach() for param in params]
                     else:
@@ -458,7 +458,7 @@ def _num_zeros(slices: Iterable[Tensor], device: torch.device) -> Tensor:
     return total
 
 
-def _is_narrow(buffer: ParamAndGradBuffer) -> bool:
+def _has_compute_copy(buffer: ParamAndGradBuffer) -> bool:
     """Returns whether the compute dtype differs from the main weights' dtype."""
     return buffer.kind.dtypes.compute != buffer.kind.dtypes.main
 

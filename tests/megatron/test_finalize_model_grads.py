@@ -368,6 +368,8 @@ def test_biases_of_quantile_balancing_are_averaged_over_microbatches_and_ranks()
         gate.qb_beta_count += 2 * dist.get_rank()
     groups = ModelParallelGroups(data=dist.group.WORLD)
     finalize([chunk], groups=groups, config=SimpleNamespace())
+    none = SimpleNamespace(moe_router_load_balancing_type=None)
+    finalize([chunk], groups=groups, config=none)
     assert model.gate.qb_beta_count.item() == 2 * dist.get_rank()  # another balancing
     config = SimpleNamespace(
         moe_router_load_balancing_type="quantile_balancing", moe_router_quantile_balancing_ema=0.5
