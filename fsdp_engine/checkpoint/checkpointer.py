@@ -265,7 +265,11 @@ class Checkpointer:
                 tensor). Weights are partly replaced, and forwards and saves raise until a
                 checkpoint is loaded.
 
-        All ranks raise each error. All errors but the last are raised before anything is changed.
+            Exception: ``load_state_dict`` of an ``extra`` raised an error. Weights are not changed,
+                unless an ``extra`` contains sharded tensors; other objects may have been loaded.
+
+        All ranks raise each error. ValueError and FileNotFoundError are raised before anything is
+        changed.
         """
         self._run.await_ranks()
         self.wait()

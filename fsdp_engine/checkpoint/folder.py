@@ -290,6 +290,7 @@ def load_matching(
     *,
     strict: bool = True,
     check: Callable[[FolderMatch], object],
+    before_load: Callable[[FolderMatch], object] = lambda match: None,
 ) -> FolderMatch:
     """Match a folder on all ranks, then load the entries that fit. Collective.
 
@@ -300,10 +301,12 @@ def load_matching(
         strict: Raise if entries are missing, unexpected or do not fit.
         check: Function that raises if the objects that were read do not fit. It is called before
             anything is changed.
+        before_load: Function that is called when all ranks have passed ``check``, before weights
+            are changed.
 
     Raises:
-        Exception: ``make`` or ``check`` raised an error, or an error of :func:`load_checkpoint`.
-            All ranks raise.
+        Exception: ``make``, ``check`` or ``before_load`` raised an error, or an error of
+            :func:`load_checkpoint`. All ranks raise.
     """
     match: FolderMatch | None = None
     error: Exception | None = None
@@ -319,6 +322,11 @@ def load_matching(
     assert match is not None
     match.fetch()
     match.read_objects(what, group, check)
+    try:
+        before_load(match)
+    except Exception as caught:
+        error = caught
+    agree(what, error, group)
     match.load(what, group)
     return match
 

@@ -221,10 +221,19 @@ class Run:
                     foreign.append(text)
                     del extra[name]
             found.update(extra)
+
+        def before_load(match: FolderMatch) -> None:
             if not match.has_sharded_objects:
                 self._load_extra(found)  # an object that refuses its state leaves the weights
 
-        match = load_matching(what, self.ranks.control_group, make, strict=strict, check=check)
+        match = load_matching(
+            what,
+            self.ranks.control_group,
+            make,
+            strict=strict,
+            check=check,
+            before_load=before_load,
+        )
         of_rank_0: list[str] = []
         if is_same_job and ranks_key in match.targets:
             set_random_state(match.targets[ranks_key]["random"], self.ranks.device)

@@ -112,7 +112,7 @@ class DeviceLane:
         stream = self._target()
         is_captured = self._enter()
         self.wait(*after)
-        begin = self._timed_event(stream) if self.meters else None
+        begin = self._timed_event(stream) if self.meters and not is_captured else None
         with self._module.stream(stream), labelled(label):
             for work in chain.from_iterable(operation()):
                 work.wait()  # makes the current stream wait, not the host
@@ -149,7 +149,7 @@ class DeviceLane:
 
     def _record(self, is_captured: bool) -> DeviceTicket:
         stream = self._target()
-        if self.meters:
+        if self.meters and not is_captured:  # an event of a graph has no time
             return DeviceTicket(self._timed_event(stream), stream, is_captured)
         event = self._module.Event()
         event.record(stream)
@@ -163,7 +163,7 @@ class DeviceLane:
         measured, each ticket is waited for.
         """
         stream, captures = self._target(), self._is_capturing()
-        each_is_timed = self._stream is None and bool(self.meters)
+        each_is_timed = self._stream is None and bool(self.meters) and not captures
         newest: dict[Any, DeviceTicket] = {}
         begins: dict[DeviceTicket, torch.Event] = {}
         for ticket in tickets:

@@ -312,15 +312,21 @@ class GradientStream:
         self._module = module_of(device) if is_accelerator(device) else None
         self._stream: Any = None
         self._is_capturing = capture_check(device)
-        self._was_captured = False
+        self._captures = self._has_graphs = False
 
     def has_graphs(self) -> bool:
         """Returns whether the current stream is captured into a graph, or was in an earlier call.
 
         Replays of a graph change weights unknown to the host.
         """
-        self._was_captured = self._was_captured or self._is_capturing()
-        return self._was_captured
+        self._has_graphs = self._has_graphs or self._is_capturing()
+        return self._has_graphs
+
+    def begins_capture(self) -> bool:
+        """Returns whether the current stream is captured into a graph and was not in the last
+        call."""
+        before, self._captures = self._captures, self._is_capturing()
+        return self._captures and not before
 
     @property
     def exists(self) -> bool:

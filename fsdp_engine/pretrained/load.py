@@ -330,7 +330,7 @@ def _mismatches(model: nn.Module, folder: str, report: LoadedPretrained) -> str:
     adapters = _adapter_names(model, report.missing)
     if adapters:
         parts.append(
-            f"it has none of {len(adapters)} tensors of adapters, which keep PEFT's initial values"
+            f"it has none of {len(adapters)} tensors of adapters, which keep the model's values"
         )
     if others := [name for name in report.missing if name not in set(adapters)]:
         parts.append(f"not there, and as the model made them: {', '.join(others)}")

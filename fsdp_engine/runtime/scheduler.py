@@ -207,6 +207,9 @@ class Scheduler:
             unit.follow_requires_grad()
             if unit.state is State.GATHERING and not unit.is_current:
                 unit.wait()  # weights have changed since it was gathered: it is gathered again
+        if self.reductions.stream.begins_capture():
+            # Memory that a graph writes must not be returned to other tensors within the capture.
+            self.schedule.free_all()
         self._watch.begin_forward()
         self._forward = forward
         self.schedule.begin_forward(

@@ -104,3 +104,30 @@ def test_forward_after_a_capture_sees_weights_that_a_replay_has_changed() -> Non
                 has_graphs or level == "optim_grads_params"
             )  # level 3 sends main weights each time
             assert torch.equal(before, after) != is_seen, (level, has_graphs)
+
+
+@on_ranks(2)
+def test_a_capture_frees_units_that_are_full_before_it_writes_them() -> None:
+    model = TwoParts()
+    options = fe.Options(min_unit_size=0)
+    engine = fe.shard(model, units=[nn.Linear], options=options)
+    stream = engine.reductions.stream
+    with torch.no_grad():
+        expected = model(torch.ones(2, 3))
+        engine.start_param_sync()
+        held = engine.memory_bytes()["full"]
+        assert held > 0
+        freed = []
+        free_all = engine.scheduler.schedule.free_all
+
+        def note() -> None:
+            free_all()
+            freed.append("full" not in engine.memory_bytes())
+
+        with (
+            mock.patch.object(stream, "_is_capturing", return_value=True),
+            mock.patch.object(engine.scheduler.schedule, "free_all", note),
+        ):
+            assert torch.equal(model(torch.ones(2, 3)), expected)
+            assert torch.equal(model(torch.ones(2, 3)), expected)
+        assert freed == [True]

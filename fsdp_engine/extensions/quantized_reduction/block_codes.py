@@ -27,6 +27,8 @@ LARGEST = {8: 127, 4: 7}
 # Errors are at most half a scale, and are kept in codes of 8 bits.
 _OF_ERRORS = 0.5 / 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
+# Larger numbers, which only fp64 has, become the largest one of fp32.
+_MOST = torch.finfo(torch.float32).max
 _SCALE_BYTES = 4
 
 
@@ -93,7 +95,8 @@ class BlockCodes:
         rows.masked_fill_(is_bad, 0.0)
         largest = LARGEST[self.bits]
         # A block whose largest magnitude is below the least scale becomes zero.
-        scales = rows.abs().amax(1).div_(largest).to(torch.float32).clamp_(min=_LEAST_SCALE)
+        scales = rows.abs().amax(1).div_(largest).clamp_(_LEAST_SCALE, _MOST / (largest + 1))
+        scales = scales.to(torch.float32)
         numbers = (rows / scales.unsqueeze(1)).round_().clamp_(-largest, largest)
         codes = numbers.to(torch.int8)
         if errors is not None:

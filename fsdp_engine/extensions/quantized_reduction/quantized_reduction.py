@@ -36,7 +36,7 @@ class QuantizedReduction(EngineExtension):
     """Reduces gradients in 8 or 4 bits per element; pass it in ``extensions`` of ``fe.shard``.
 
     Along an axis of one rank nothing is sent, and nothing changes. Sums are computed in fp32 (fp64
-    for fp64 gradients). An element that is NaN or Inf on any rank becomes NaN on all ranks.
+    for fp64 gradients). An element that is NaN or Inf on any rank is NaN or Inf in the sum.
 
     Args:
         bits: Bits per element, 8 or 4.
@@ -47,7 +47,8 @@ class QuantizedReduction(EngineExtension):
             1.02 bytes for each element that this rank sends.
 
     Raises:
-        ValueError: An argument has a value that is not allowed.
+        ValueError: An argument has a value that is not allowed. Raised by ``fe.shard`` on all
+            ranks: the engine has ``fe.Arenas(registered=True)``.
     """
 
     bits: int = 8
@@ -64,7 +65,17 @@ class QuantizedReduction(EngineExtension):
             raise ValueError(f"block: expected a positive multiple of 8; found {self.block!r}")
 
     def start(self, engine: Engine) -> None:
-        """Replace the communicators of reductions. No gradient was reduced yet."""
+        """Replace the communicators of reductions, which are not in use yet.
+
+        Raises:
+            ValueError: Reductions are built already, because all memory of collectives is
+                allocated when the engine is made.
+        """
+        if engine.memory.is_fixed:
+            raise ValueError(
+                "extensions: expected QuantizedReduction without fe.Arenas(registered=True), whose "
+                "registered memory its messages could not use; found both"
+            )
         codes = BlockCodes(self.bits, self.block)
         # Reductions of different buffers and axes have errors of their own.
         memory = engine.memory if self.error_feedback else None

@@ -88,3 +88,21 @@ def test_zeros_stay_zeros(bits: int) -> None:
 def test_messages_have_a_quarter_and_an_eighth_of_the_bytes_of_fp32() -> None:
     assert BlockCodes(8, 256).num_bytes(10**6) / 4e6 == pytest.approx(0.254, abs=1e-3)
     assert BlockCodes(4, 256).num_bytes(10**6) / 4e6 == pytest.approx(0.129, abs=1e-3)
+
+
+@every_bits
+@pytest.mark.parametrize("large", [3.4e38, 1e200])
+def test_the_largest_numbers_change_no_other_block_and_no_later_step(
+    bits: int, large: float
+) -> None:
+    codes = BlockCodes(bits, 8)
+    errors = errors_of(codes, 16)
+    values = torch.linspace(-1, 1, 16, dtype=torch.float64)
+    planted = values.clone()
+    planted[3] = large
+    found = sent(codes, planted, errors)
+    assert found.isfinite().all()
+    assert found[3] > 3e38 * 0.9
+    assert (found[8:] - values[8:].float()).abs().max() < 0.1
+    sent(codes, values, errors)
+    assert (sent(codes, values, errors) - values.float()).abs().max() < 0.3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.extensions.quantized_reduction.block_codes import BlockCodes
 from fsdp_engine.extensions.quantized_reduction.quantized_reduction import QuantizedCommunicator
+from fsdp_engine.memory.allocator import Memory
 from tests import reference
 from tests.messages import watched
 from tests.models import Transformer, odd_model, unused_model, vector_batch
@@ -235,3 +237,12 @@ def test_ranks_with_different_options_are_refused() -> None:
     extension = fe.QuantizedReduction(bits=8 if dist.get_rank() else 4)
     with pytest.raises(ValueError, match="QuantizedReduction"):
         fe.shard(nn.Linear(4, 4), extensions=[extension])
+
+
+@on_ranks(2)
+def test_memory_that_is_allocated_before_is_refused() -> None:
+    with (
+        mock.patch.object(Memory, "is_fixed", True),
+        pytest.raises(ValueError, match=r"without fe\.Arenas"),
+    ):
+        fe.shard(nn.Linear(4, 4), extensions=[fe.QuantizedReduction()])
