@@ -99,10 +99,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension(
         "initial_values",
         classes=[("InitialValues", "compared_values.ComparedValues")],
-        elsewhere=[
-            ("sync_module_states", 'initial_values="rank0"'),
-            ("param_init_fn", 'initial_values="empty"'),
-        ],
+        elsewhere=[("sync_module_states", 'initial_values="rank0"')],
         words=("initial_values=", '"initial_values"', 'device("meta")', 'device="meta"'),
     ),
     Extension(

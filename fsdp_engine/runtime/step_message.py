@@ -156,17 +156,16 @@ class StepMessage:
         return Verdict(used, same_order)
 
     def _refuse_missing(self, part: _Part) -> None:
-        names = [
+        name = next(
             record.name
             for _, buffer in part.buffers
-            for record, flag in zip(buffer.records, buffer.published.used, strict=True)
-            if not flag
-        ]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            for record, is_used in zip(buffer.records, buffer.published.used, strict=True)
+            if not is_used
+        )
         raise RuntimeError(
             "backward, captured into a graph: expected a gradient of each parameter on each rank; "
-            f"found none of {names[0]}{more}. Set requires_grad to False for parameters that a "
-            "step does not use"
+            f"found none of {name}. Set requires_grad to False for parameters that a step does not "
+            "use"
         )
 
     def finish(self) -> None:
