@@ -264,7 +264,6 @@ class Checkpointer:
             RuntimeError: Reading failed halfway (a damaged block; the message names file and
                 tensor). Weights are partly replaced, and forwards and saves raise until a
                 checkpoint is loaded.
-
             Exception: ``load_state_dict`` of an ``extra`` raised an error. Weights are not changed,
                 unless an ``extra`` contains sharded tensors; other objects may have been loaded.
 

@@ -247,7 +247,7 @@ class _ShardedOptimizer(_NormGroups):
         return list(keys)
 
     def _master_params(self) -> list[list[Tensor]]:
-        """Returns each group's parameters whose compute dtype is narrower than their main dtype."""
+        """Returns each group's parameters whose compute dtype differs from their main dtype."""
         low = {id(param) for buffer, param in self._params_by_buffer() if _has_compute_copy(buffer)}
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [[param for param in group["params"] if id(param) in low] for group in groups]

@@ -71,7 +71,7 @@ def grids_of(params: Sequence[Tensor], granularity: str) -> list[Grid]:
 
 @dataclass(frozen=True)
 class Encoding:
-    """What an encoding is, for its arithmetic.
+    """The properties of an encoding that its arithmetic needs.
 
     Attributes:
         granularity: One of ``GRANULARITIES``.

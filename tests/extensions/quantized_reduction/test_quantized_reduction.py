@@ -52,7 +52,7 @@ def quantized(values: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def expected_sum(parts: list[Tensor], owner: int, wide: torch.dtype) -> Tensor:
-    """Of ``parts`` by rank, of which the owner's is not quantized."""
+    """Returns the sum of ``parts`` by rank, of which the owner's is not quantized."""
     total = torch.zeros_like(parts[0], dtype=wide)
     for rank, part in enumerate(parts):
         total += part.to(wide) if rank == owner else quantized(part, wide)
