@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.buffers.gradient_memory import like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.published_gradients import local_part
+from fsdp_engine.buffers.published_gradients import local_part, part_like
 from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
@@ -200,7 +200,7 @@ class EMA:
             for name, target in own[key].items():
                 given = state_dict[key][name]
                 if given is not target:
-                    local_part(target).copy_(local_part(given))
+                    local_part(target).copy_(part_like(given, target))
         self._num_calls = int(state_dict["num_calls"])
         self.num_updates = int(state_dict["num_updates"])
 

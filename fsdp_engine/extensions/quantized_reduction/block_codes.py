@@ -1,6 +1,6 @@
 """Few bits per element, with one scale for each block of elements.
 
-    values --/ scale--> whole numbers --> codes (1 byte, or 2 codes in a byte)
+    values + errors --/ scale--> whole numbers --> codes (1 byte, or 2 codes in a byte)
     scale = largest magnitude of the block / largest code
 
 A message has the codes of all blocks, followed by their scales in fp32. NaN and Inf have the code
@@ -8,7 +8,8 @@ below the least one, which decodes to NaN. They do not affect other elements of 
 
 Worked example with 8 bits for a block with (1.27, -0.5, 0.004, 0, ...): the scale is 1.27 / 127 =
 0.01, the codes are 127, -50, 0, 0, and they decode to 1.27, -0.5, 0, 0. The *error* of the third
-element is 0.004.
+element is 0.004. Errors are at most half a scale, and are kept in codes of 8 bits, too: with 254
+steps in a scale, that of the third element is round(0.4 * 254) = 102.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from fsdp_engine.memory import allocator
 
 # The largest code by number of bits. The least code is its negative.
 LARGEST = {8: 127, 4: 7}
-# Errors are at most half a scale, and are kept in codes of 8 bits.
-_OF_ERRORS = 0.5 / 127
-_LEAST_SCALE = torch.finfo(torch.float32).tiny
+# Number of steps of an error in a scale.
+_STEPS = 254
+# Blocks of smaller magnitudes become zero. Its reciprocal times `_STEPS` is finite in fp32.
+_LEAST_SCALE = 1e-35
 # Larger numbers, which only fp64 has, become the largest one of fp32.
 _MOST = torch.finfo(torch.float32).max
 _SCALE_BYTES = 4
@@ -38,7 +40,7 @@ class Errors:
 
     Attributes:
         codes: int8, one for each element of each block.
-        scales: fp32, one for each block.
+        scales: fp32, one for each block: the size of a step.
     """
 
     codes: Tensor
@@ -47,7 +49,7 @@ class Errors:
 
 @dataclass(frozen=True)
 class BlockCodes:
-    """Encodes 1-D tensors.
+    """Encodes tensors.
 
     Attributes:
         bits: Bits per element: 8 or 4.
@@ -65,68 +67,84 @@ class BlockCodes:
         """Returns the size in bytes of the message of ``numel`` elements."""
         return self.num_blocks(numel) * (self.block * self.bits // 8 + _SCALE_BYTES)
 
-    def make_errors(self, numel: int, allocate: Callable[[int, torch.dtype], Tensor]) -> Errors:
-        """Returns errors of zero for ``numel`` elements.
+    def make_errors(
+        self, parts: int, numel: int, allocate: Callable[[int, torch.dtype], Tensor]
+    ) -> Errors:
+        """Returns errors of zero for ``parts`` messages of ``numel`` elements each.
 
         Args:
-            numel: The number of elements.
+            parts, numel: The numbers of messages, and of elements in each.
             allocate: Returns a 1-D tensor of zeros with a number of elements and a dtype.
         """
-        blocks = self.num_blocks(numel)
+        blocks = parts * self.num_blocks(numel)
         return Errors(allocate(blocks * self.block, torch.int8), allocate(blocks, torch.float32))
 
-    def encode(self, values: Tensor, message: Tensor, errors: Errors | None) -> None:
-        """Encode ``values`` into ``message``.
+    def values_of(self, errors: Errors, parts: int, numel: int) -> Tensor:
+        """Returns errors in fp32, as (``parts``, ``numel``)."""
+        rows = errors.codes.view(-1, self.block) * errors.scales.unsqueeze(1)
+        return rows.view(parts, self.num_blocks(numel) * self.block)[:, :numel]
+
+    def encode(self, values: Tensor, messages: Tensor, errors: Errors | None) -> None:
+        """Encode ``values`` into ``messages``.
 
         Args:
-            values: Real numbers of any dtype, 1-D.
-            message: uint8, of ``num_bytes(values.numel())`` elements.
+            values: Real numbers of any dtype, as (messages, elements).
+            messages: uint8, as (messages, ``num_bytes(elements)``).
             errors: Added to the values, and replaced by the errors of this call: zero for
                 values that are not finite.
         """
-        numel, blocks = values.numel(), self.num_blocks(values.numel())
+        parts, numel = values.shape
+        if not numel:
+            return
+        blocks, largest = self.num_blocks(numel), LARGEST[self.bits]
         dtype = torch.promote_types(values.dtype, torch.float32)
-        flat = allocator.zeros(blocks * self.block, dtype, values.device)
-        flat[:numel].copy_(values)
-        rows = flat.view(blocks, self.block)
+        flat = allocator.empty(parts * blocks * self.block, dtype, values.device)
+        rows, matrix = flat.view(-1, self.block), flat.view(parts, blocks * self.block)
+        if errors is None:
+            matrix[:, :numel].copy_(values)
+            matrix[:, numel:].zero_()
+        else:
+            torch.mul(errors.codes.view_as(rows), errors.scales.unsqueeze(1), out=rows)
+            matrix[:, :numel].add_(values)
+        if dtype == torch.float64:
+            flat.copy_(torch.where(flat.isfinite(), flat.clamp(-_MOST, _MOST), flat))
+        finite = rows.nan_to_num(0.0, 0.0, 0.0)
+        scales = torch.linalg.vector_norm(finite, math.inf, 1).div_(largest)
+        # The largest code times the largest scale is not rounded to Inf.
+        scales = scales.clamp_(_LEAST_SCALE, _MOST / (largest + 0.01)).to(torch.float32)
+        num_codes = messages.shape[1] - blocks * _SCALE_BYTES
+        messages[:, num_codes:].view(torch.float32).copy_(scales.view(parts, blocks))
+        # In steps of errors, and then in whole scales.
+        rows.mul_((_STEPS / scales).unsqueeze(1))
+        numbers = torch.div(rows, _STEPS, out=finite).round_()
+        bad = float(-largest - 1)
+        codes = numbers.nan_to_num_(bad, bad, bad).to(torch.int8)
+        messages[:, :num_codes].copy_(self._packed(codes).view(parts, num_codes))
         if errors is not None:
-            rows.add_(errors.codes.view(blocks, self.block) * errors.scales.unsqueeze(1))
-        is_bad = ~rows.isfinite()
-        rows.masked_fill_(is_bad, 0.0)
-        largest = LARGEST[self.bits]
-        # A block whose largest magnitude is below the least scale becomes zero.
-        scales = rows.abs().amax(1).div_(largest).clamp_(_LEAST_SCALE, _MOST / (largest + 1))
-        scales = scales.to(torch.float32)
-        numbers = (rows / scales.unsqueeze(1)).round_().clamp_(-largest, largest)
-        codes = numbers.to(torch.int8)
-        if errors is not None:
-            steps = scales * _OF_ERRORS
-            rows.sub_(codes * scales.unsqueeze(1)).div_(steps.unsqueeze(1))
-            errors.codes.view(blocks, self.block).copy_(rows.round_().clamp_(-127, 127))
-            errors.scales.copy_(steps)
-        codes.masked_fill_(is_bad, -largest - 1)
-        num_codes = message.numel() - blocks * _SCALE_BYTES
-        message[num_codes:].view(torch.float32).copy_(scales)
-        message[:num_codes].copy_(self._packed(codes.view(-1)))
+            rows.sub_(numbers, alpha=_STEPS).round_().nan_to_num_(0.0, 0.0, 0.0)
+            errors.codes.view_as(rows).copy_(rows)
+            errors.scales.copy_(scales.div_(_STEPS))
 
-    def decode(self, message: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Returns the ``numel`` elements of a message, in ``dtype``."""
-        blocks = self.num_blocks(numel)
-        num_codes = message.numel() - blocks * _SCALE_BYTES
-        codes = self._unpacked(message[:num_codes]).view(blocks, self.block)
-        scales = message[num_codes:].view(torch.float32)
-        values = codes.to(dtype) * scales.to(dtype).unsqueeze(1)
+    def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+        """Returns the elements of messages in ``dtype``, as (messages, ``numel``)."""
+        parts, blocks = messages.shape[0], self.num_blocks(numel)
+        if not numel:
+            return messages.new_empty((parts, 0), dtype=dtype)
+        num_codes = messages.shape[1] - blocks * _SCALE_BYTES
+        codes = self._unpacked(messages[:, :num_codes]).view(parts, blocks, self.block)
+        scales = messages[:, num_codes:].view(torch.float32).to(dtype)
+        values = codes * scales.unsqueeze(2)
         values.masked_fill_(codes < -LARGEST[self.bits], math.nan)
-        return values.view(-1)[:numel]
+        return values.view(parts, blocks * self.block)[:, :numel]
 
     def _packed(self, codes: Tensor) -> Tensor:
         if self.bits == 8:
             return codes.view(torch.uint8)
-        pairs = (codes + 8).to(torch.uint8).view(-1, 2)
+        pairs = (codes + 8).view(torch.uint8).view(-1, 2)
         return pairs[:, 0] | pairs[:, 1] << 4
 
     def _unpacked(self, packed: Tensor) -> Tensor:
         if self.bits == 8:
             return packed.view(torch.int8)
-        pairs = torch.stack((packed & 15, packed >> 4), 1)
-        return pairs.view(-1).to(torch.int8) - 8
+        pairs = torch.stack((packed & 15, packed >> 4), -1)
+        return pairs.view(torch.int8).sub_(8)

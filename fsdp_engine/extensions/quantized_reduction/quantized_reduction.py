@@ -5,27 +5,20 @@
 The all-gather follows where all ranks of the axis receive the sum. Its result is decoded from the
 same bytes on each rank, this one included, so that replicas stay equal bit by bit. Sources: ZeRO++
 (arXiv 2306.10209) for the all-to-all in blocks, LoCo (arXiv 2407.04480) for errors in 8 bits.
-
-[Note: What errors hold]
-A rank keeps the errors of what it sends: of the shards of other ranks, and of the sums that it
-gathers. Its own summand is added without encoding, and has none. Errors belong to the elements of a
-buffer on this rank, and are lost with the engine: a checkpoint does not contain them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
-from fsdp_engine.comm.collectives import Communicator, Steps
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
-from fsdp_engine.extensions.quantized_reduction.block_codes import LARGEST, BlockCodes, Errors
-from fsdp_engine.memory import allocator
-from fsdp_engine.memory.allocator import Memory
+from fsdp_engine.extensions.quantized_reduction.block_codes import LARGEST, BlockCodes
+from fsdp_engine.extensions.quantized_reduction.communicator import (
+    ErrorMemory,
+    QuantizedCommunicator,
+)
+from fsdp_engine.extensions.quantized_reduction.kept_errors import KeptErrors
 from fsdp_engine.strategies import Axis
 
 AXES = {"inner": (Axis.INNER,), "outer": (Axis.OUTER,), "both": (Axis.INNER, Axis.OUTER)}
@@ -38,13 +31,21 @@ class QuantizedReduction(EngineExtension):
     Along an axis of one rank nothing is sent, and nothing changes. Sums are computed in fp32 (fp64
     for fp64 gradients). An element that is NaN or Inf on any rank is NaN or Inf in the sum.
 
+    Errors are lost with the engine unless a checkpointer saves them::
+
+        reduction = fe.QuantizedReduction(bits=4)
+        engine = fe.shard(model, mesh, extensions=[reduction])
+        checkpointer = fe.Checkpointer(..., extra={"errors": reduction.errors(engine)})
+
     Args:
         bits: Bits per element, 8 or 4.
         axis: The axis along which summands are quantized: "outer" (between nodes), "inner" or
             "both". Sums along the other axis are those of an engine without this extension.
         block: Number of elements with a common scale of 4 bytes: a positive multiple of 8.
         error_feedback: Add the errors of quantization to the gradients of the next step. It takes
-            1.02 bytes for each element that this rank sends.
+            1.02 bytes for each element that this rank sends, on the host if gradients are stored
+            there or on a disk (``fe.Offload``). With a ``GradScaler``, errors of the step before a
+            change of the scale are added with the wrong scale.
 
     Raises:
         ValueError: An argument has a value that is not allowed. Raised by ``fe.shard`` on all
@@ -78,7 +79,13 @@ class QuantizedReduction(EngineExtension):
             )
         codes = BlockCodes(self.bits, self.block)
         # Reductions of different buffers and axes have errors of their own.
-        memory = engine.memory if self.error_feedback else None
+        on_host = [
+            tag
+            for each in engine.buffers
+            if each.grads is not None and not each.grads.rest_bytes
+            for tag in (each.spec.tag, each.spec.tag + 1)
+        ]
+        memory = ErrorMemory(engine.memory, on_host) if self.error_feedback else None
         made = (engine.communicators.data, engine.communicators.expert)
         for mesh in [each for each in made if each is not None]:
             for axis in AXES[self.axis]:
@@ -88,115 +95,15 @@ class QuantizedReduction(EngineExtension):
                     quantized = QuantizedCommunicator(group, device, codes, memory)
                     mesh.comms[axis] = replace(comms, reduce=quantized)
 
+    def errors(self, engine: Engine) -> KeptErrors:
+        """Returns the errors of the reductions of ``engine`` as an object with ``state_dict`` and
+        ``load_state_dict``, for ``extra`` of a checkpointer. A checkpoint can be loaded with
+        another number of ranks, another level, or other arguments of this class.
 
-class QuantizedCommunicator(Communicator):
-    """A communicator whose reductions, and gathers of sums, send codes.
+        Args:
+            engine: An engine with this extension.
 
-    Args:
-        group: The ranks of the axis.
-        device: The device of the tensors.
-        codes: The encoding.
-        memory: Allocates errors. None: errors are not kept.
-    """
-
-    def __init__(
-        self, group: ProcessGroup, device: torch.device, codes: BlockCodes, memory: Memory | None
-    ) -> None:
-        super().__init__(group, device)
-        self._codes = codes
-        self._memory = memory
-        # By tag of the reduction, and by rank whose shard is sent.
-        self._errors: dict[tuple[int, int], Errors] = {}
-
-    def reduce_scatter(
-        self,
-        full: Tensor,
-        out: Tensor,
-        *,
-        reduce_dtype: torch.dtype | None = None,
-        average: bool = False,
-        divisor: float = 1.0,
-        accumulate: bool = False,
-        tag: int = 0,
-    ) -> Steps:
-        """See :class:`Communicator`. Sums are in fp32 at least, whatever ``reduce_dtype`` is."""
-        total = allocator.empty(_real(self.part(full)).numel(), _wide(full), full.device)
-        yield from self._sum(full, total, tag)
-        total.div_(divisor * self.size if average else divisor)
-        target = _real(out)
-        if accumulate:
-            target.add_(total)
-        else:
-            target.copy_(total)
-
-    def all_reduce(self, tensor: Tensor, *, average: bool = False, tag: int = 0) -> Steps:
-        """See :class:`Communicator`."""
-        own = self.part(tensor)
-        yield from self.reduce_scatter(tensor, own, average=average, tag=tag)
-        yield from self.all_gather(tensor, None, tag + 1)
-
-    def all_gather(self, full: Tensor, source: Tensor | None = None, tag: int = 0) -> Steps:
-        """See :class:`Communicator`. Each rank decodes its own shard, too."""
-        shard = _real(self.part(full) if source is None else source)
-        parts = [_real(self.part(full, rank)) for rank in range(self.size)]
-        # Shards differ by one element if there are fewer elements than ranks could share equally.
-        num_bytes = max(self._codes.num_bytes(part.numel()) for part in parts)
-        gathered = allocator.empty(num_bytes * self.size, torch.uint8, full.device)
-        messages = gathered.view(self.size, num_bytes)
-        own = messages[self.rank][: self._codes.num_bytes(shard.numel())]
-        self._codes.encode(shard, own, self._errors_of(tag, self.rank, shard.numel()))
-        yield from super().all_gather(gathered, None, tag)
-        for part, message in zip(parts, messages, strict=True):
-            used = message[: self._codes.num_bytes(part.numel())]
-            part.copy_(self._codes.decode(used, part.numel(), _wide(full)))
-
-    def _sum(self, full: Tensor, total: Tensor, tag: int) -> Steps:
-        parts = [_real(self.part(full, rank)) for rank in range(self.size)]
-        numel = parts[self.rank].numel()
-        sent_sizes = [
-            0 if rank == self.rank else self._codes.num_bytes(part.numel())
-            for rank, part in enumerate(parts)
-        ]
-        received_sizes = [self._codes.num_bytes(numel)] * self.size
-        received_sizes[self.rank] = 0
-        sent, received = (
-            allocator.empty(sum(sizes), torch.uint8, full.device)
-            for sizes in (sent_sizes, received_sizes)
-        )
-        for rank, message in enumerate(sent.split(sent_sizes)):
-            if rank != self.rank:
-                errors = self._errors_of(tag, rank, parts[rank].numel())
-                self._codes.encode(parts[rank], message, errors)
-        yield from self.exchange(received, sent, received_sizes, sent_sizes, tag)
-        # In the order of ranks, so that the sum does not depend on the rank that computes it.
-        for rank, message in enumerate(received.split(received_sizes)):
-            addend = parts[rank]
-            if rank != self.rank:
-                addend = self._codes.decode(message, numel, total.dtype)
-            if rank:
-                total.add_(addend)
-            else:
-                total.copy_(addend)
-
-    def _errors_of(self, tag: int, rank: int, numel: int) -> Errors | None:
-        if self._memory is None:
-            return None
-        key = (tag, rank)
-        if key not in self._errors:
-            memory = self._memory
-
-            def allocate(count: int, dtype: torch.dtype) -> Tensor:
-                return memory.persistent(count, dtype, "grad")
-
-            self._errors[key] = self._codes.make_errors(numel, allocate)
-        return self._errors[key]
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Returns the elements of a 1-D tensor, or the real and imaginary parts of complex ones."""
-    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
-
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    """Returns the dtype of sums."""
-    return torch.promote_types(_real(tensor[:0]).dtype, torch.float32)
+        Raises:
+            ValueError: Gradients are sent in fp16; names a parameter.
+        """
+        return KeptErrors(engine)

@@ -139,8 +139,8 @@ class Statistics(nn.Module):
         return (self.linear(self.norm(x)) - target).square().mean()
 
 
-def save_averages(folder: str) -> tuple[dict[str, Tensor], int]:
-    model, engine, optimizer = build(odd_model, {"strategy": "optim_grads_params"})
+def save_averages(folder: str, level: str) -> tuple[dict[str, Tensor], int]:
+    model, engine, optimizer = build(odd_model, {"strategy": level})
     ema = fe.EMA(engine, DECAY, warmup=True)
     for number in range(3):
         step(model, optimizer, number)
@@ -149,17 +149,28 @@ def save_averages(folder: str) -> tuple[dict[str, Tensor], int]:
     return averages(ema), ema.num_updates
 
 
-def load_averages(folder: str) -> tuple[dict[str, Tensor], int]:
-    _, engine, optimizer = build(odd_model, {"strategy": "optim"})
+def load_averages(folder: str, level: str) -> tuple[dict[str, Tensor], int]:
+    _, engine, optimizer = build(odd_model, {"strategy": level})
     ema = fe.EMA(engine, DECAY, warmup=True)
     fe.Checkpointer(folder, engine, optimizer, extra={"ema": ema}).load()
     return averages(ema), ema.num_updates
 
 
-def test_a_checkpoint_has_the_averages_for_other_ranks_and_levels(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    ("of", "to"),
+    [
+        ("optim_grads_params", "optim"),
+        ("no_shard", "optim_grads_params"),
+        ("optim_grads", "no_shard"),
+        ("no_shard", "no_shard"),
+    ],
+)
+def test_a_checkpoint_has_the_averages_for_other_ranks_and_levels(
+    ranks: Ranks, of: str, to: str
+) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        saved = ranks.run(save_averages, folder, world_size=2)[0]
-        loaded = ranks.run(load_averages, folder, world_size=3)[0]
+        saved = ranks.run(save_averages, folder, of, world_size=2)[0]
+        loaded = ranks.run(load_averages, folder, to, world_size=3)[0]
     assert loaded[1] == saved[1] == 3
     torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
 

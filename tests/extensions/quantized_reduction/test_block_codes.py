@@ -14,14 +14,14 @@ every_bits = pytest.mark.parametrize("bits", LARGEST)
 
 
 def errors_of(codes: BlockCodes, numel: int) -> Errors:
-    return codes.make_errors(numel, lambda count, dtype: torch.zeros(count, dtype=dtype))
+    return codes.make_errors(1, numel, lambda count, dtype: torch.zeros(count, dtype=dtype))
 
 
 def sent(codes: BlockCodes, values: Tensor, errors: Errors | None = None) -> Tensor:
     """The values that the receiver decodes."""
-    message = torch.full((codes.num_bytes(values.numel()),), 0xA5, dtype=torch.uint8)
-    codes.encode(values, message, errors)
-    return codes.decode(message, values.numel(), torch.float32)
+    message = torch.full((1, codes.num_bytes(values.numel())), 0xA5, dtype=torch.uint8)
+    codes.encode(values.unsqueeze(0), message, errors)
+    return codes.decode(message, values.numel(), torch.float32).squeeze(0)
 
 
 @every_bits
@@ -45,7 +45,7 @@ def test_the_worked_example() -> None:
     errors = errors_of(codes, 8)
     expected = torch.tensor([1.27, -0.5, *[0.0] * 6])
     torch.testing.assert_close(sent(codes, values, errors), expected)
-    lost = errors.codes * errors.scales
+    lost = codes.values_of(errors, 1, 8)[0]
     torch.testing.assert_close(lost, values - expected, atol=1e-4, rtol=0)
 
 
@@ -79,6 +79,23 @@ def test_what_is_not_finite_is_nan_and_changes_no_other_element(bits: int, bad: 
 
 
 @every_bits
+def test_several_messages_are_those_of_each(bits: int) -> None:
+    torch.manual_seed(0)
+    codes = BlockCodes(bits, 64)
+    values = torch.randn(3, 100)
+    errors = codes.make_errors(3, 100, lambda count, dtype: torch.zeros(count, dtype=dtype))
+    alone = [errors_of(codes, 100) for _ in range(3)]
+    for _ in range(2):
+        messages = torch.empty(3, codes.num_bytes(100), dtype=torch.uint8)
+        codes.encode(values, messages, errors)
+        found = codes.decode(messages, 100, torch.float32)
+        for row, expected, kept in zip(found, values, alone, strict=True):
+            assert torch.equal(row, sent(codes, expected, kept))
+    for row, kept in zip(codes.values_of(errors, 3, 100), alone, strict=True):
+        assert torch.equal(row, codes.values_of(kept, 1, 100)[0])
+
+
+@every_bits
 def test_zeros_stay_zeros(bits: int) -> None:
     codes = BlockCodes(bits, 8)
     assert not sent(codes, torch.zeros(20), errors_of(codes, 20)).any()
@@ -91,7 +108,7 @@ def test_messages_have_a_quarter_and_an_eighth_of_the_bytes_of_fp32() -> None:
 
 
 @every_bits
-@pytest.mark.parametrize("large", [3.4e38, 1e200])
+@pytest.mark.parametrize("large", [3.4e38, torch.finfo(torch.float32).max, 1e200])
 def test_the_largest_numbers_change_no_other_block_and_no_later_step(
     bits: int, large: float
 ) -> None:

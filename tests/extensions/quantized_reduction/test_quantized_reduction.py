@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.quantized_reduction.block_codes import BlockCodes
-from fsdp_engine.extensions.quantized_reduction.quantized_reduction import QuantizedCommunicator
+from fsdp_engine.extensions.quantized_reduction.communicator import QuantizedCommunicator
 from fsdp_engine.memory.allocator import Memory
 from tests import reference
 from tests.messages import watched
@@ -46,9 +46,9 @@ def bounds(numel: int, rank: int) -> slice:
 
 
 def quantized(values: Tensor, wide: torch.dtype) -> Tensor:
-    message = torch.empty(CODES.num_bytes(values.numel()), dtype=torch.uint8)
-    CODES.encode(values, message, None)
-    return CODES.decode(message, values.numel(), wide)
+    message = torch.empty(1, CODES.num_bytes(values.numel()), dtype=torch.uint8)
+    CODES.encode(values.unsqueeze(0), message, None)
+    return CODES.decode(message, values.numel(), wide).squeeze(0)
 
 
 def expected_sum(parts: list[Tensor], owner: int, wide: torch.dtype) -> Tensor:

@@ -1,0 +1,156 @@
+"""The errors of quantized reductions in checkpoints.
+
+A rank's errors belong to its part of the buffers, so another number of ranks or another level has
+no use for them. What training loses with them is their sum over ranks: the amount by which the
+next gradient should be larger. ``state_dict`` computes it, in the layout of main weights. After
+``load_state_dict`` the owner of each element adds it to the next sum, once.
+
+    errors of ranks --sum along the inner axis--> --sum along the outer axis--> main shard
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
+from fsdp_engine.buffers.published_gradients import part_like
+from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.comm.collectives import all_reduce_
+from fsdp_engine.extensions.quantized_reduction.communicator import QuantizedCommunicator
+from fsdp_engine.memory import allocator
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH
+
+if TYPE_CHECKING:
+    from fsdp_engine.engine import Engine
+
+
+class KeptErrors:
+    """The errors of an engine's reductions, for ``extra`` of a checkpointer.
+
+    Args:
+        engine: The engine.
+
+    Raises:
+        ValueError: Gradients are sent in fp16, in which they are scaled; names a parameter.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._averages = engine.options.average_in_collective
+        self._buffers = [each for each in engine.buffers if each.grads is not None]
+        for buffer in self._buffers:
+            if buffer.spec.kind.dtypes.comm == torch.float16:
+                raise ValueError(
+                    f"{buffer.records[0].name}: expected gradients that are sent in bf16 or fp32, "
+                    "to save the errors of their reductions; found fp16"
+                )
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the sums of errors over all ranks, as sharded tensors by parameter name: the
+        amounts by which the next gradients would be larger. Collective.
+
+        Raises:
+            RuntimeError: A forward or a backward is running.
+        """
+        self._check_at_rest("state_dict")
+        found: dict[str, Any] = {}
+        for buffer in self._buffers:
+            main = buffer.weights.main.tensor
+            depth = buffer.spec.optim_depth
+            lost = self._lost(buffer).to(main.device)
+            shard = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, depth, lost)
+            pairs = zip(buffer.records, buffer.sharded_params, strict=True)
+            for index, (record, param) in enumerate(pairs):
+                local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
+                found[record.name] = like(param.detach(), local)
+        return found
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Replace all errors by those of ``state_dict``, also of other ranks or levels. They are
+        dropped where nothing is quantized, for example along an axis of one rank.
+
+        Raises:
+            ValueError: The parameters differ; names one. Nothing is loaded.
+            RuntimeError: A forward or a backward is running.
+        """
+        self._check_at_rest("load_state_dict")
+        own = {record.name for buffer in self._buffers for record in buffer.records}
+        if differ := sorted(own ^ state_dict.keys()):
+            kind = "is missing" if differ[0] in own else "is unexpected"
+            raise ValueError(
+                f"errors of reductions: expected those of {len(own)} parameters; found "
+                f"{len(state_dict)}: {differ[0]!r} {kind}"
+            )
+        for buffer in self._buffers:
+            self._load(buffer, state_dict)
+
+    def _check_at_rest(self, what: str) -> None:
+        if not self._engine.scheduler.is_at_rest:
+            raise RuntimeError(
+                f"errors of reductions, {what}: expected no forward or backward in progress; found "
+                f"a {self._engine.scheduler.phase}"
+            )
+
+    def _lost(self, buffer: ParamAndGradBuffer) -> Tensor:
+        """Returns this rank's main shard of the sum of errors."""
+        start, stop = buffer.layout.range(0, buffer.mesh.coordinate)
+        communicators = buffer.context.mesh_communicators
+        total = allocator.zeros(stop - start, _dtype(buffer), communicators.mesh.device)
+        for index, axis in enumerate(AXIS_BELOW_DEPTH):
+            comm = communicators.comms[axis].reduce
+            if comm is None:
+                continue
+            if isinstance(comm, QuantizedCommunicator):
+                factor = comm.size if self._averages else 1
+                comm.add_errors(total, buffer.spec.tag, factor=factor)
+            all_reduce_(total, comm.group, what="the sum of errors of reductions")
+            if self._averages:
+                total.div_(comm.size)
+            if index < buffer.spec.optim_depth:
+                total = comm.part(total).clone()
+        return total
+
+    def _load(self, buffer: ParamAndGradBuffer, state_dict: dict[str, Any]) -> None:
+        at, depth = buffer.mesh.coordinate, buffer.spec.optim_depth
+        start, stop = buffer.layout.range(depth, at)
+        communicators = buffer.context.mesh_communicators
+        values = allocator.zeros(stop - start, _dtype(buffer), communicators.mesh.device)
+        shard = ShardedBuffer(buffer.layout, at, depth, values)
+        pairs = zip(buffer.records, buffer.sharded_params, strict=True)
+        for index, (record, param) in enumerate(pairs):
+            local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
+            local.copy_(part_like(state_dict[record.name], param))
+        # The last reduction in few bits gets them. Later ones sum what its ranks have added.
+        last: tuple[int, QuantizedCommunicator] | None = None
+        factor = 1.0
+        for index, axis in enumerate(AXIS_BELOW_DEPTH):
+            comm = communicators.comms[axis].reduce
+            if comm is None:
+                continue
+            if isinstance(comm, QuantizedCommunicator):
+                comm.drop_errors(buffer.spec.tag)
+                last, factor = (index, comm), float(comm.size) if self._averages else 1.0
+            elif self._averages and index < depth:
+                factor *= comm.size
+            elif not self._averages and index >= depth:
+                factor /= comm.size
+        if last is None:
+            return
+        index, quantized = last
+        # This rank's shard of the sum overlaps with its main shard.
+        low, high = buffer.layout.range(min(index, depth), at)
+        size = (high - low) // quantized.size
+        low += quantized.rank * size
+        begin, end = max(low, start), min(low + size, stop)
+        own = values[begin - start : max(begin, end) - start].mul(factor)
+        quantized.add_once(buffer.spec.tag, begin - low, own)
+
+
+def _dtype(buffer: ParamAndGradBuffer) -> torch.dtype:
+    return torch.promote_types(buffer.weights.main.tensor.dtype, torch.float32)

@@ -1,0 +1,208 @@
+"""Errors of quantized reductions: nothing is lost but their own rounding, also in checkpoints."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from tests import reference
+from tests.pairs import FEW_PAIRS, PAIRS
+from tests.pool import Ranks, on_ranks
+from tests.training import mesh_of
+
+SIZES = (33, 640, 1000)
+
+
+class Factor(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).sum()
+
+
+class Factors(nn.Module):
+    """The gradient of each weight is its input, whatever the weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(map(Factor, SIZES))
+
+    def forward(self, inputs: list[Tensor]) -> Tensor:
+        return sum((part(x) for part, x in zip(self.parts, inputs, strict=True)), torch.zeros(()))
+
+
+def inputs_of(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, generator=generator) for size in SIZES]
+
+
+def mean_inputs() -> Tensor:
+    size = dist.get_world_size()
+    return torch.stack([torch.cat(inputs_of(rank)) for rank in range(size)]).mean(0)
+
+
+class Job:
+    """A sharded model, and what its gradients and errors are, over all parameters."""
+
+    def __init__(self, sizes: tuple[int, int], pair: tuple[str, str], **given: Any) -> None:
+        options = given.pop("options", fe.Options(min_unit_size=0))
+        extra = given.pop("extensions", [])
+        reduction = fe.QuantizedReduction(**{"axis": "both", "block": 32, **given})
+        self.model = Factors()
+        self.engine = fe.shard(
+            self.model,
+            mesh_of(*sizes),
+            *pair,
+            options=options,
+            extensions=[reduction, *extra],
+        )
+        self.errors = reduction.errors(self.engine)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def gradient(self) -> Tensor:
+        """Returns the gradient of a step. Two microbatches, half of the loss each."""
+        for _ in range(2):
+            (self.model(inputs_of(dist.get_rank())) / 2).backward()
+        found = torch.cat([reference.full(p.grad) for p in self.model.parameters()])
+        self.model.zero_grad()
+        return found
+
+    def lost(self) -> Tensor:
+        return torch.cat([reference.full(each) for each in self.errors.state_dict().values()])
+
+
+def assert_conserved(job: Job, steps: int, before: Tensor | float = 0.0) -> None:
+    """Check that what ``steps`` steps send and what is kept are what the gradients are."""
+    gradient = mean_inputs()
+    received = sum((job.gradient() for _ in range(steps)), torch.zeros(()))
+    lost = job.lost()
+    assert lost.abs().max() > 1e-3
+    # Errors are rounded to 1/254 of a scale, which is at most 1/7 of the largest element.
+    torch.testing.assert_close(
+        received + lost, steps * gradient + before, rtol=0, atol=4e-3 * steps
+    )
+
+
+# All pairs, axes and ways to average in ``make test-all``.
+CASES = [
+    pytest.param(
+        pair,
+        axis,
+        average,
+        marks=() if pair in FEW_PAIRS and average == (axis == "inner") else pytest.mark.thorough,
+    )
+    for pair in PAIRS
+    for axis in ("inner", "outer", "both")
+    for average in (False, True)
+]
+
+
+@pytest.mark.parametrize(("pair", "axis", "average"), CASES)
+@on_ranks(4)
+def test_what_is_received_and_what_is_kept_are_the_gradients(
+    pair: tuple[str, str], axis: str, average: bool
+) -> None:
+    options = fe.Options(min_unit_size=0, average_in_collective=average)
+    job = Job((2, 2), pair, bits=4, axis=axis, options=options)
+    assert_conserved(job, 3)
+    # Loaded errors are added once.
+    before = job.lost()
+    job.errors.load_state_dict(job.errors.state_dict())
+    torch.testing.assert_close(job.lost(), before, rtol=0, atol=1e-6)
+    assert_conserved(job, 3, before)
+
+
+def saved(folder: str, sizes: tuple[int, int], pair: tuple[str, str]) -> Tensor:
+    job = Job(sizes, pair, bits=4)
+    assert_conserved(job, 3)
+    fe.Checkpointer(folder, job.engine, job.optimizer, extra={"errors": job.errors}).save(1)
+    return job.lost()
+
+
+def resumed(folder: str, sizes: tuple[int, int], pair: tuple[str, str], bits: int) -> Tensor:
+    job = Job(sizes, pair, bits=bits)
+    fe.Checkpointer(folder, job.engine, job.optimizer, extra={"errors": job.errors}).load()
+    loaded = job.lost()
+    assert_conserved(job, 2, loaded)
+    return loaded
+
+
+@pytest.mark.parametrize("pair", [FEW_PAIRS[0], FEW_PAIRS[-1]])
+def test_a_checkpoint_has_the_errors_for_other_ranks_levels_and_bits(
+    ranks: Ranks, pair: tuple[str, str]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = ranks.run(saved, folder, (2, 2), pair, world_size=4)[0]
+        found = ranks.run(
+            resumed, folder, (1, 3), ("optim_grads_params", "no_shard"), 4, world_size=3
+        )[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        found = ranks.run(resumed, folder, (2, 1), ("no_shard", "no_shard"), 4, world_size=2)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@on_ranks(2)
+def test_without_the_errors_training_goes_on_from_a_checkpoint_that_has_them() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        dist.broadcast_object_list(shared)
+        job = Job((1, 2), ("optim", "no_shard"), bits=4)
+        job.gradient()
+        fe.Checkpointer(shared[0], job.engine, job.optimizer, extra={"errors": job.errors}).save(1)
+        fe.Checkpointer(shared[0], job.engine, job.optimizer).load()
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_errors_of_other_parameters_and_within_a_step_are_refused() -> None:
+    job = Job((1, 2), ("optim_grads", "no_shard"))
+    state = job.errors.state_dict()
+    name = next(iter(state))
+    with pytest.raises(ValueError, match=f"expected those of 3 parameters; found 2: '{name}' is m"):
+        job.errors.load_state_dict({key: each for key, each in state.items() if key != name})
+    with pytest.raises(ValueError, match="found 4: 'other' is unexpected"):
+        job.errors.load_state_dict({**state, "other": state[name]})
+    inputs = [each.requires_grad_() for each in inputs_of(0)]
+    refused = 0
+
+    def refuse(gradient: Tensor) -> None:
+        nonlocal refused
+        for call in (job.errors.state_dict, lambda: job.errors.load_state_dict(state)):
+            with pytest.raises(RuntimeError, match="expected no forward or backward in progress"):
+                call()
+            refused += 1
+
+    inputs[0].register_hook(refuse)
+    job.model(inputs).backward()
+    assert refused == 2
+
+
+@on_ranks(2)
+def test_errors_of_gradients_in_fp16_are_refused() -> None:
+    policy = fe.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    reduction = fe.QuantizedReduction(axis="inner")
+    engine = fe.shard(Factors(), mp_policy=policy, extensions=[reduction])
+    with pytest.raises(ValueError, match=r"parts\.0\.weight: expected gradients that are sent in"):
+        reduction.errors(engine)
+
+
+@on_ranks(2)
+def test_memory_of_errors_is_reported_where_gradients_are_stored() -> None:
+    sent = 2 * sum(-(-size // 64) * 64 for size in SIZES) // 2
+    for gradients, place in (("device", "device"), ("disk", "host")):
+        with tempfile.TemporaryDirectory() as folder:
+            offload = fe.Offload("disk", folder, main_weights=gradients, gradients=gradients)
+            job = Job((1, 2), ("optim_grads", "no_shard"), bits=4, extensions=[offload])
+            assert_conserved(job, 2)
+            found = job.engine.memory_bytes(place)["reduction errors"]
+            assert sent / 2 <= found <= sent
+            other = {"host": "device", "device": "host"}[place]
+            assert "reduction errors" not in job.engine.memory_bytes(other)
