@@ -1104,6 +1104,66 @@ def fp8_losses() -> str:
     return with_machine(table(columns, rows), "fp8_training")
 
 
+def quantized_losses() -> str:
+    """Held-out losses with sums of gradients in few bits."""
+    goals = {"8 bits": 1.003, "4 bits": 1.01}
+    rows = []
+    for name, row in results("quantized_training")["held_out"].items():
+        losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+        ratio = f"{row['median']:.4f} ({row['least']:.4f}-{row['most']:.4f})"
+        goal = goals.get(name.split(", ", 1)[1])
+        verdict = ""
+        if goal is not None:
+            verdict = f"at most {goal}: {'met' if row['most'] <= goal else '**missed**'}"
+        rows.append([name, losses, ratio, verdict])
+    columns = ["optimizer, sums", "held-out loss by seed", "x fp32: median (least-most)", "target"]
+    return with_machine(table(columns, rows), "quantized_training")
+
+
+def quantized_steps() -> str:
+    """Simulated steps with sums between nodes in few bits."""
+    rows = [
+        [
+            title,
+            way,
+            f"{step['seconds'] * 1e3:,.0f}",
+            f"{step['seconds'] / steps['fp32']['seconds']:.2f}",
+            f"{step['seconds'] / steps['bf16']['seconds']:.2f}",
+            f"{step['compute'] * 1e3:,.0f}",
+            f"{step['exposed'] * 1e3:,.0f}",
+            f"{step['tokens_a_day'] / 1e9:.1f}",
+            f"{step['peak_bytes'] / 2**30:.0f}",
+        ]
+        for title, steps in results("quantized_reduction_clock").items()
+        for way, step in steps.items()
+    ]
+    columns = ["model, between nodes", "sums", "step ms", "x fp32", "x bf16", "compute ms"]
+    columns += ["exposed ms", "10^9 tokens a day", "peak GiB"]
+    return table(columns, rows)
+
+
+def quantized_on_slow_links() -> str:
+    """Steps of two gloo ranks over emulated links, with sums in few bits."""
+    found = results("quantized_reduction")
+    rows = [
+        [
+            "as it is" if gigabits == "None" else gigabits,
+            way,
+            spread(each["seconds"], 0, 1e3),
+            spread(each["of fp32"]),
+            spread(each["of bf16"]),
+        ]
+        for gigabits, of_ways in found["steps"].items()
+        for way, each in of_ways.items()
+    ]
+    encoding = ", ".join(
+        f"{name}: {seconds * 1e3:.1f} ms" for name, seconds in found["encoding"].items()
+    )
+    note = f"\n\nEncoding and decoding a million elements on one core: {encoding}."
+    text = table(["Gb/s", "sums", "step ms", "x fp32", "x bf16"], rows) + note
+    return with_machine(text, "quantized_reduction")
+
+
 def fp8_bytes() -> str:
     rows = []
     for title, run in results("fp8_training")["bytes"].items():
@@ -1737,6 +1797,9 @@ def deleted_extensions() -> str:
 
 
 TABLES: tuple[Callable[[], str], ...] = (
+    quantized_losses,
+    quantized_steps,
+    quantized_on_slow_links,
     deleted_extensions,
     coverage_of_tests,
     mutants_of_tests,

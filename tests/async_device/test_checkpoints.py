@@ -94,10 +94,12 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call_bit_for_bit(
     ranks.run(save_while_training, level, str(tmp_path), world_size=num_ranks)
 
 
-def save_with_a_copy_that_races(folder: str) -> None:
+def race_shows(folder: str, delay: float) -> bool:
+    """Whether a save differs whose copy does not wait for a stream with jobs that take ``delay``
+    seconds."""
     with (
         torch.deferred.stream(torch.deferred.Stream()),
-        on.delays(compute=1e-3, copy=5e-3),
+        on.delays(compute=delay, copy=5 * delay),
         pytest.MonkeyPatch.context() as patch,
     ):
         engine, optimizer = prepare(LEVEL_3)
@@ -114,7 +116,12 @@ def save_with_a_copy_that_races(folder: str) -> None:
     engine, optimizer = prepare(LEVEL_3)
     fe.Checkpointer(folder, engine, optimizer).load()
     found = weights_of(engine)
-    assert not all(torch.equal(found[name], expected[name]) for name in expected)
+    return not all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def save_with_a_copy_that_races(folder: str) -> None:
+    # A host that is slow, since others use it, calls the save after short jobs.
+    assert any(race_shows(f"{folder}/{delay}", delay) for delay in (1e-3, 1e-2, 5e-2))
 
 
 def test_a_save_whose_copy_does_not_wait_for_the_stream_is_seen(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_engine as fe
 from tests import reference
@@ -206,3 +207,52 @@ def test_memory_of_errors_is_reported_where_gradients_are_stored() -> None:
             assert sent / 2 <= found <= sent
             other = {"host": "device", "device": "host"}[place]
             assert "reduction errors" not in job.engine.memory_bytes(other)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(4)
+def test_experts_have_errors_of_their_own(level: str) -> None:
+    def job(extensions: list[Any]) -> tuple[Any, nn.Module]:
+        model = Factors()
+        model.parts[1].weight.allreduce = False  # type: ignore[union-attr, assignment]
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
+        engine = fe.shard(model, strategy=level, expert_mesh=mesh["copies"], extensions=extensions)
+        return engine, model
+
+    def gradient(model: nn.Module) -> Tensor:
+        model(inputs_of(dist.get_rank())).backward()
+        found = torch.cat([reference.full(p.grad) for p in model.parameters()])
+        model.zero_grad()
+        return found
+
+    expected = gradient(job([])[1])
+    reduction = fe.QuantizedReduction(4, axis="inner", block=32)
+    engine, model = job([reduction])
+    received = sum((gradient(model) for _ in range(3)), torch.zeros(()))
+    state = reduction.errors(engine).state_dict()
+    lost = torch.cat([reference.full(each) for each in state.values()])
+    assert min(reference.full(each).abs().max() for each in state.values()) > 1e-3
+    torch.testing.assert_close(received + lost, 3 * expected, rtol=0, atol=1e-2)
+
+
+@on_ranks(2)
+def test_a_gradient_scaler_skips_a_step_with_inf_and_goes_on() -> None:
+    def weights(extensions: list[Any]) -> list[Tensor]:
+        model = Factors()
+        fe.shard(model, extensions=extensions)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        found = []
+        for number in range(3):
+            factor = float("inf") if number == 1 and dist.get_rank() == 1 else 1.0
+            scaler.scale(model(inputs_of(dist.get_rank())) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            found.append(torch.cat([reference.full(p) for p in model.parameters()]))
+            assert scaler.get_scale() == (1024.0 if number == 0 else 512.0)
+        return found
+
+    found = weights([fe.QuantizedReduction(axis="inner", block=32)])
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[2], weights([])[2], rtol=0, atol=5e-3)
