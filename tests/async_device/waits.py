@@ -204,7 +204,7 @@ def memory_is_overwritten() -> Iterator[None]:
 
 
 def unchecked(watch: WrittenWeights, *, ranks_differ: bool) -> None:
-    """Forgets what was written in forward."""
+    """Forgets the weights that forward has written."""
     del ranks_differ
     watch.reset()
 

@@ -1,4 +1,4 @@
-"""Errors of quantized reductions: nothing is lost but their own rounding, also in checkpoints."""
+"""Errors of quantized reductions: only their own rounding is lost, also in checkpoints."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Job:
 
 
 def assert_conserved(job: Job, steps: int, before: Tensor | float = 0.0) -> None:
-    """Check that what ``steps`` steps send and what is kept are what the gradients are."""
+    """Check that received gradients and errors add up to the gradients of ``steps`` steps."""
     gradient = mean_inputs()
     received = sum((job.gradient() for _ in range(steps)), torch.zeros(()))
     lost = job.lost()
