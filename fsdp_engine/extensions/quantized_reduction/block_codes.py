@@ -4,12 +4,21 @@
     scale = largest magnitude of the block / largest code
 
 A message has the codes of all blocks, followed by their scales in fp32. NaN and Inf have the code
-below the least one, which decodes to NaN. They do not affect other elements of their block.
+below the least one, which decodes to NaN. The other elements of such a block keep their values.
 
 Worked example with 8 bits for a block with (1.27, -0.5, 0.004, 0, ...): the scale is 1.27 / 127 =
 0.01, the codes are 127, -50, 0, 0, and they decode to 1.27, -0.5, 0, 0. The *error* of the third
 element is 0.004. Errors are at most half a scale, and are kept in codes of 8 bits, too: with 254
 steps in a scale, that of the third element is round(0.4 * 254) = 102.
+
+[Note: Bounded errors]
+Errors are as large as the gradients that they are of. Users drop or clip large gradients (a
+``GradScaler`` skips the step, ``clip_grad_norm_`` scales it), and would have their errors in the
+next step at full size. So errors are added with at most ``_MOST_ERRORS`` times the scale that the
+new values have without them; errors of much larger values shrink.
+
+A block of zeros, for example of parameters that a step does not use, sends zeros, and keeps its
+errors for the next values.
 """
 
 from __future__ import annotations
@@ -27,6 +36,8 @@ from fsdp_engine.memory import allocator
 LARGEST = {8: 127, 4: 7}
 # Number of steps of an error in a scale.
 _STEPS = 254
+# See [Note: Bounded errors].
+_MOST_ERRORS = 2.0
 # Blocks of smaller magnitudes become zero. Its reciprocal times `_STEPS` is finite in fp32.
 _LEAST_SCALE = 1e-35
 # Larger numbers, which only fp64 has, become the largest one of fp32.
@@ -91,7 +102,7 @@ class BlockCodes:
             values: Real numbers of any dtype, as (messages, elements).
             messages: uint8, as (messages, ``num_bytes(elements)``).
             errors: Added to the values, and replaced by the errors of this call: zero for
-                values that are not finite.
+                values that are not finite. See [Note: Bounded errors].
         """
         parts, numel = values.shape
         if not numel:
@@ -100,16 +111,19 @@ class BlockCodes:
         dtype = torch.promote_types(values.dtype, torch.float32)
         flat = allocator.empty(parts * blocks * self.block, dtype, values.device)
         rows, matrix = flat.view(-1, self.block), flat.view(parts, blocks * self.block)
-        if errors is None:
-            matrix[:, :numel].copy_(values)
-            matrix[:, numel:].zero_()
-        else:
-            torch.mul(errors.codes.view_as(rows), errors.scales.unsqueeze(1), out=rows)
-            matrix[:, :numel].add_(values)
+        matrix[:, :numel].copy_(values)
+        matrix[:, numel:].zero_()
         if dtype == torch.float64:
             flat.copy_(torch.where(flat.isfinite(), flat.clamp(-_MOST, _MOST), flat))
         finite = rows.nan_to_num(0.0, 0.0, 0.0)
-        scales = torch.linalg.vector_norm(finite, math.inf, 1).div_(largest)
+        most = torch.linalg.vector_norm(finite, math.inf, 1)
+        if errors is not None:
+            limit = (most / (largest * _STEPS)).mul_(_MOST_ERRORS).clamp_(max=_MOST)
+            added = torch.minimum(errors.scales, limit.to(torch.float32)).unsqueeze(1)
+            kept = torch.mul(errors.codes.view_as(rows), added)
+            rows.add_(kept)
+            most = torch.linalg.vector_norm(finite.add_(kept), math.inf, 1)
+        scales = most.div(largest)
         # The largest code times the largest scale is not rounded to Inf.
         scales = scales.clamp_(_LEAST_SCALE, _MOST / (largest + 0.01)).to(torch.float32)
         num_codes = messages.shape[1] - blocks * _SCALE_BYTES
@@ -122,14 +136,17 @@ class BlockCodes:
         messages[:, :num_codes].copy_(self._packed(codes).view(parts, num_codes))
         if errors is not None:
             rows.sub_(numbers, alpha=_STEPS).round_().nan_to_num_(0.0, 0.0, 0.0)
-            errors.codes.view_as(rows).copy_(rows)
-            errors.scales.copy_(scales.div_(_STEPS))
+            # A block of zeros has sent zeros, and keeps its errors.
+            is_zero = limit == 0.0
+            kept_codes = errors.codes.view_as(rows)
+            kept_codes.copy_(torch.where(is_zero.unsqueeze(1), kept_codes, rows))
+            errors.scales.copy_(torch.where(is_zero, errors.scales, scales.div_(_STEPS)))
 
     def decode(self, messages: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns the elements of messages in ``dtype``, as (messages, ``numel``)."""
         parts, blocks = messages.shape[0], self.num_blocks(numel)
         if not numel:
-            return messages.new_empty((parts, 0), dtype=dtype)
+            return allocator.empty(0, dtype, messages.device).view(parts, 0)
         num_codes = messages.shape[1] - blocks * _SCALE_BYTES
         codes = self._unpacked(messages[:, :num_codes]).view(parts, blocks, self.block)
         scales = messages[:, num_codes:].view(torch.float32).to(dtype)

@@ -2,8 +2,9 @@
 
 [Note: What errors hold]
 A rank keeps the errors of what it sends: of the shards of other ranks, and of the sums that it
-gathers. Its own summand is added without encoding, and has none. Errors belong to the elements of a
-buffer on this rank. A checkpoint has their sums over ranks, if asked for: see ``kept_errors.py``.
+gathers. Its own summand is added without encoding, so it has no errors. Errors belong to the
+elements of a buffer on this rank. A checkpoint has their sums over ranks, if asked for: see
+``kept_errors.py``.
 """
 
 from __future__ import annotations
@@ -74,6 +75,8 @@ class QuantizedCommunicator(Communicator):
         self._errors: dict[tuple[int, int], Errors] = {}
         # By tag of the reduction: values that are added to its next sum, and where they begin.
         self._loaded: dict[int, tuple[int, Tensor]] = {}
+        # Those that the last sum was given.
+        self._added: dict[int, tuple[int, Tensor]] = {}
 
     def reduce_scatter(
         self,
@@ -89,8 +92,10 @@ class QuantizedCommunicator(Communicator):
         """See :class:`Communicator`. Sums are in fp32 at least, whatever ``reduce_dtype`` is."""
         total = allocator.empty(real(self.part(full)).numel(), wide(full), full.device)
         yield from self._sum(full, total, tag)
+        # The host runs ahead: the lane may still read the values of the last call.
+        self._added.pop(tag, None)
         if tag in self._loaded:
-            start, values = self._loaded.pop(tag)
+            start, values = self._added[tag] = self._loaded.pop(tag)
             total[start : start + values.numel()].add_(values)
         total.div_(divisor * self.size if average else divisor)
         target = real(out)
@@ -127,7 +132,8 @@ class QuantizedCommunicator(Communicator):
         Args:
             summand: A tensor of the size that reductions with this tag have.
             tag: The tag of the reduction.
-            factor: The factor of the errors of gathered sums.
+            factor: Multiplies the errors of gathered sums: the number of ranks if collectives
+                average, since these errors are of averages.
         """
         for first, shards in self._ranges(summand, self._others):
             if (errors := self._errors.get((tag, first))) is not None:

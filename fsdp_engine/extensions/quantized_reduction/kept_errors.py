@@ -10,10 +10,12 @@ next gradient should be larger. ``state_dict`` computes it, in the layout of mai
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.buffers.gradient_memory import like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
@@ -35,7 +37,8 @@ class KeptErrors:
         engine: The engine.
 
     Raises:
-        ValueError: Gradients are sent in fp16, in which they are scaled; names a parameter.
+        ValueError: Gradients are sent in fp16, in which they are scaled. Or tensor-parallel
+            parameters are at ``no_shard``: ``extra`` cannot have DTensors. Names a parameter.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -48,6 +51,11 @@ class KeptErrors:
                     f"{buffer.records[0].name}: expected gradients that are sent in bf16 or fp32, "
                     "to save the errors of their reductions; found fp16"
                 )
+            if buffer.is_plain and any(isinstance(p, DTensor) for p in buffer.sharded_params):
+                raise ValueError(
+                    f"{buffer.records[0].name}: expected a level that shards optimizer state, to "
+                    "save the errors of tensor-parallel parameters; found no_shard"
+                )
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +65,7 @@ class KeptErrors:
         Raises:
             RuntimeError: A forward or a backward is running.
         """
-        self._check_at_rest("state_dict")
+        self._begin("state_dict")
         found: dict[str, Any] = {}
         for buffer in self._buffers:
             main = buffer.weights.main.tensor
@@ -73,29 +81,42 @@ class KeptErrors:
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replace all errors by those of ``state_dict``, also of other ranks or levels. They are
-        dropped where nothing is quantized, for example along an axis of one rank.
+        dropped where nothing is quantized, for example along an axis of one rank. Warns about
+        parameters that only one side has, whose errors are dropped or zero.
 
         Raises:
-            ValueError: The parameters differ; names one. Nothing is loaded.
+            ValueError: A parameter has another shape; names it. Nothing is loaded.
             RuntimeError: A forward or a backward is running.
         """
-        self._check_at_rest("load_state_dict")
-        own = {record.name for buffer in self._buffers for record in buffer.records}
-        if differ := sorted(own ^ state_dict.keys()):
-            kind = "is missing" if differ[0] in own else "is unexpected"
-            raise ValueError(
-                f"errors of reductions: expected those of {len(own)} parameters; found "
-                f"{len(state_dict)}: {differ[0]!r} {kind}"
+        self._begin("load_state_dict")
+        shapes = {
+            record.name: param.shape
+            for buffer in self._buffers
+            for record, param in zip(buffer.records, buffer.sharded_params, strict=True)
+        }
+        for name, shape in shapes.items():
+            if name in state_dict and state_dict[name].shape != shape:
+                raise ValueError(
+                    f"errors of reductions: expected {name} with shape {tuple(shape)}; found "
+                    f"{tuple(state_dict[name].shape)}"
+                )
+        if differ := sorted(shapes.keys() ^ state_dict.keys()):
+            warnings.warn(
+                f"errors of reductions: expected those of {len(shapes)} parameters; found "
+                f"{len(state_dict)}: {', '.join(differ[:8])} differ, and begin without errors",
+                stacklevel=2,
             )
         for buffer in self._buffers:
             self._load(buffer, state_dict)
 
-    def _check_at_rest(self, what: str) -> None:
+    def _begin(self, what: str) -> None:
         if not self._engine.scheduler.is_at_rest:
             raise RuntimeError(
                 f"errors of reductions, {what}: expected no forward or backward in progress; found "
                 f"a {self._engine.scheduler.phase}"
             )
+        self._engine.await_ranks()
+        self._engine.wait_for_reductions()
 
     def _lost(self, buffer: ParamAndGradBuffer) -> Tensor:
         """Returns this rank's main shard of the sum of errors."""
@@ -124,9 +145,10 @@ class KeptErrors:
         shard = ShardedBuffer(buffer.layout, at, depth, values)
         pairs = zip(buffer.records, buffer.sharded_params, strict=True)
         for index, (record, param) in enumerate(pairs):
-            local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
-            local.copy_(part_like(state_dict[record.name], param))
-        # The last reduction in few bits gets them. Later ones sum what its ranks have added.
+            if record.name in state_dict:
+                local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
+                local.copy_(part_like(state_dict[record.name], param))
+        # They are added to the sum along the last quantized axis. Later sums contain them.
         last: tuple[int, QuantizedCommunicator] | None = None
         factor = 1.0
         for index, axis in enumerate(AXIS_BELOW_DEPTH):

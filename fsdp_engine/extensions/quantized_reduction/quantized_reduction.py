@@ -20,6 +20,7 @@ from fsdp_engine.extensions.quantized_reduction.communicator import (
 )
 from fsdp_engine.extensions.quantized_reduction.kept_errors import KeptErrors
 from fsdp_engine.strategies import Axis
+from fsdp_engine.units.build import EngineSetup, Resources
 
 AXES = {"inner": (Axis.INNER,), "outer": (Axis.OUTER,), "both": (Axis.INNER, Axis.OUTER)}
 
@@ -43,9 +44,10 @@ class QuantizedReduction(EngineExtension):
             "both". Sums along the other axis are those of an engine without this extension.
         block: Number of elements with a common scale of 4 bytes: a positive multiple of 8.
         error_feedback: Add the errors of quantization to the gradients of the next step. It takes
-            1.02 bytes for each element that this rank sends, on the host if gradients are stored
-            there or on a disk (``fe.Offload``). With a ``GradScaler``, errors of the step before a
-            change of the scale are added with the wrong scale.
+            1 + 4 / ``block`` bytes for each element that this rank sends, on the host if gradients
+            are stored there or on a disk (``fe.Offload``). With a ``GradScaler``, errors of the
+            step before a change of the scale are added with the wrong scale. Before a CUDA graph
+            is captured, train a step, and load a checkpoint first.
 
     Raises:
         ValueError: An argument has a value that is not allowed. Raised by ``fe.shard`` on all
@@ -58,25 +60,27 @@ class QuantizedReduction(EngineExtension):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if self.bits not in LARGEST:
+        if not isinstance(self.bits, int) or self.bits not in LARGEST:
             raise ValueError(f"bits: expected 8 or 4; found {self.bits!r}")
-        if self.axis not in AXES:
+        if not isinstance(self.axis, str) or self.axis not in AXES:
             raise ValueError(f"axis: expected one of {', '.join(AXES)}; found {self.axis!r}")
         if not isinstance(self.block, int) or self.block < 8 or self.block % 8:
             raise ValueError(f"block: expected a positive multiple of 8; found {self.block!r}")
 
-    def start(self, engine: Engine) -> None:
-        """Replace the communicators of reductions, which are not in use yet.
+    def prepare(self, setup: EngineSetup, resources: Resources) -> None:
+        """Check the memory of the engine.
 
         Raises:
-            ValueError: Reductions are built already, because all memory of collectives is
-                allocated when the engine is made.
+            ValueError: All memory of collectives is allocated when the engine is made.
         """
-        if engine.memory.is_fixed:
+        if resources.memory.is_fixed:
             raise ValueError(
                 "extensions: expected QuantizedReduction without fe.Arenas(registered=True), whose "
                 "registered memory its messages could not use; found both"
             )
+
+    def start(self, engine: Engine) -> None:
+        """Replace the communicators of reductions, which are not in use yet."""
         codes = BlockCodes(self.bits, self.block)
         # Reductions of different buffers and axes have errors of their own.
         on_host = [
@@ -104,6 +108,9 @@ class QuantizedReduction(EngineExtension):
             engine: An engine with this extension.
 
         Raises:
-            ValueError: Gradients are sent in fp16; names a parameter.
+            ValueError: ``error_feedback`` is False. Or gradients are sent in fp16; names a
+                parameter.
         """
+        if not self.error_feedback:
+            raise ValueError("error_feedback: expected True, to save errors; found False")
         return KeptErrors(engine)

@@ -224,6 +224,8 @@ def test_one_rank_changes_nothing() -> None:
 def test_wrong_arguments_are_refused() -> None:
     for given, message in (
         ({"bits": 2}, "bits: expected 8 or 4; found 2"),
+        ({"bits": 8.0}, "bits: expected 8 or 4; found 8.0"),
+        ({"axis": ["outer"]}, "axis: expected one of inner, outer, both; found"),
         ({"axis": "nodes"}, "axis: expected one of inner, outer, both; found 'nodes'"),
         ({"block": 12}, "block: expected a positive multiple of 8; found 12"),
         ({"block": 0}, "block: expected a positive multiple of 8; found 0"),
@@ -240,9 +242,19 @@ def test_ranks_with_different_options_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_memory_that_is_allocated_before_is_refused() -> None:
+def test_memory_that_is_allocated_before_is_refused_and_nothing_changes() -> None:
+    model = nn.Linear(4, 4)
     with (
         mock.patch.object(Memory, "is_fixed", True),
         pytest.raises(ValueError, match=r"without fe\.Arenas"),
     ):
-        fe.shard(nn.Linear(4, 4), extensions=[fe.QuantizedReduction()])
+        fe.shard(model, extensions=[fe.QuantizedReduction()])
+    assert all(type(param) is nn.Parameter for param in model.parameters())
+    fe.shard(model)
+
+
+@on_ranks(2)
+def test_errors_that_are_not_kept_cannot_be_saved() -> None:
+    reduction = fe.QuantizedReduction(error_feedback=False)
+    with pytest.raises(ValueError, match="error_feedback: expected True"):
+        reduction.errors(fe.shard(nn.Linear(4, 4), extensions=[reduction]))
