@@ -5,6 +5,7 @@ Only the functions that print tables import rich, because training must not depe
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -137,6 +138,21 @@ def wrapped(text: str, width: int | None) -> str:
         return text
     lines = [textwrap.wrap(each, width, subsequent_indent="  ") for each in text.splitlines()]
     return "\n".join(line for each in lines for line in each)
+
+
+def fold_name(name: str, width: int) -> str:
+    """Break a qualified name into lines after dots and spaces. The name of a module is not broken.
+
+    Args:
+        name: Qualified names of modules, such as "encoder.layers.0 .. encoder.layers.7".
+        width: The number of characters of a line. A longer name of a module has a longer line.
+    """
+    lines = [""]
+    for part in re.findall(r".[^. ]*[. ]*", name):
+        if lines[-1] and len((lines[-1] + part).rstrip()) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def not_shown(found: Fitted, width: int | None) -> str:

@@ -124,7 +124,9 @@ def expected_collectives(
     def add(what: str, buffer: Any, depth: int, times: int) -> None:
         """A collective between ``depth`` and the next, ``times`` per step."""
         axis = AXIS_BELOW_DEPTH[depth]
-        counts[f"{what} of {buffer.label} over the {axis.value} axis"] += times
+        is_named = axis is Axis.OUTER or engine.mesh.outer.size > 1
+        over = f" over the {axis.value} axis" if is_named else ""
+        counts[f"{what} of {buffer.label}{over}"] += times
         dtypes = buffer.kind.dtypes
         gathers = what in GATHERS
         itemsize = (dtypes.compute if gathers else dtypes.comm).itemsize

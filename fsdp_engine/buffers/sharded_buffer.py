@@ -115,7 +115,7 @@ class ShardedBuffer:
             part, whole = self.narrow(depth + 1), self.narrow(depth)
             chain.add(
                 lanes.gather(axis),
-                f"all-gather of {how.label} over the {axis.value} axis",
+                f"all-gather of {how.label}{_over(context, axis)}",
                 _gather_operation(comm, part, whole, source, how.tag),
                 reads=reads or [part],
                 writes=[whole, *extra],
@@ -137,7 +137,6 @@ class ShardedBuffer:
         depth = from_depth
         for axis in how.over:
             comm = context.mesh_communicators.comms[axis].reduce
-            lane = context.lanes.reduce(axis)
             below = AXIS_BELOW_DEPTH.index(axis) + 1
             summand = self.narrow(depth)
             if below > to_depth:
@@ -152,7 +151,7 @@ class ShardedBuffer:
                 if is_last:
                     operation: Operation = partial(_keep, summand, out, how)
                     _add_reduction(
-                        chain, lane, "reduce-scatter", axis, summand, out, operation, how
+                        chain, context, "reduce-scatter", axis, summand, out, operation, how
                     )
                 continue
             sent = summand
@@ -160,7 +159,7 @@ class ShardedBuffer:
                 sent = how.comm_buffer.narrow(below - 1)
                 copy(chain, context.lanes.inner_reduce, how.label, summand, sent, how.boost)
             operation = _scatter(comm, sent, out, is_last or how.comm_buffer is not None, how)
-            _add_reduction(chain, lane, "reduce-scatter", axis, sent, out, operation, how)
+            _add_reduction(chain, context, "reduce-scatter", axis, sent, out, operation, how)
 
 
 def flat_source(param: torch.Tensor) -> Tensor:
@@ -342,28 +341,33 @@ def _all_reduce(
     tensor: Tensor,
     how: Reduction,
 ) -> None:
-    lane = context.lanes.reduce(axis)
     # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
     # reduce-scatter of the communicator is followed by an all-gather. (Otherwise gloo's all-reduce
     # is used, too: it is as fast as these two, and the host need not drive it in between.)
     if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
         operation = partial(comm.all_reduce, tensor, average=how.average, tag=how.tag)
-        _add_reduction(chain, lane, "all-reduce", axis, tensor, tensor, operation, how)
+        _add_reduction(chain, context, "all-reduce", axis, tensor, tensor, operation, how)
         return
     if sent is not tensor:
         copy(chain, context.lanes.inner_reduce, how.label, tensor, sent, how.boost)
     own = comm.part(tensor)
     scatter = _scatter(comm, sent, own, sent is not tensor, how)
-    _add_reduction(chain, lane, "all-reduce", axis, sent, own, scatter, how)
+    _add_reduction(chain, context, "all-reduce", axis, sent, own, scatter, how)
     # The all-gather has its own tag, as its messages can be in flight together with those of the
     # reduce-scatter.
     gather = partial(comm.all_gather, tensor, tag=how.tag + 1)
-    _add_reduction(chain, lane, "all-reduce", axis, own, tensor, gather, how)
+    _add_reduction(chain, context, "all-reduce", axis, own, tensor, gather, how)
+
+
+def _over(context: BufferContext, axis: Axis) -> str:
+    """Returns the end of a label that names the axis; empty if all ranks are on the inner axis."""
+    is_named = axis is Axis.OUTER or context.mesh_communicators.mesh.outer.size > 1
+    return f" over the {axis.value} axis" if is_named else ""
 
 
 def _add_reduction(
     chain: Chain,
-    lane: Lane,
+    context: BufferContext,
     what: str,
     axis: Axis,
     sent: Tensor,
@@ -371,8 +375,8 @@ def _add_reduction(
     operation: Operation,
     how: Reduction,
 ) -> None:
-    label = f"{what} of {how.label} over the {axis.value} axis"
-    chain.add(lane, label, operation, reads=[sent], writes=[sent, out])
+    label = f"{what} of {how.label}{_over(context, axis)}"
+    chain.add(context.lanes.reduce(axis), label, operation, reads=[sent], writes=[sent, out])
 
 
 def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:

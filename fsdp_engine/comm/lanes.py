@@ -94,7 +94,8 @@ COMPUTE = "compute"
 LANES = (COMPUTE, "inner gather", "inner reduce", "outer gather", "outer reduce")
 COPY_IN = "copy in"
 
-# Matches "reduce-scatter of blocks.1 over the inner axis" and "encode blocks.1 (buffer 0)".
+# Matches "reduce-scatter of blocks.1", "all-reduce of blocks.1 over the outer axis" and "encode
+# blocks.1 (buffer 0)".
 _LABEL = re.compile(r"^[\w-]+ (?:of )?(.+?)(?: \(buffer \d+\))?(?: over the \w+ axis)?$")
 
 

@@ -113,7 +113,7 @@ def test_evaluation_gathers_each_unit_once_and_reduces_nothing() -> None:
         with messages.counting(), torch.no_grad():
             model(*vector_batch(2, 0))
         units = [unit for unit in engine.units if unit.buffers]
-        labels = [f"all-gather of {unit.label} over the inner axis" for unit in units]
+        labels = [f"all-gather of {unit.label}" for unit in units]
         assert messages.operations == Counter(labels)
         assert [name for _, name in messages.calls] == ["recv_", "send"]
         # Unchanged weights are gathered again only if they were freed.
@@ -130,11 +130,7 @@ def test_frozen_weights_that_are_never_cut_travel_once() -> None:
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1)
     first = count_step(model, engine, optimizer, 1)
     second = count_step(model, engine, optimizer, 1)
-    frozen = [
-        f"all-gather of {buffer.label} over the inner axis"
-        for buffer in engine.buffers
-        if buffer.grads is None
-    ]
+    frozen = [f"all-gather of {buffer.label}" for buffer in engine.buffers if buffer.grads is None]
     assert len(frozen) == 2
     assert [first.operations[label] for label in frozen] == [1, 1]
     assert [second.operations[label] for label in frozen] == [0, 0]

@@ -384,9 +384,7 @@ def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
         optimizer = reference.sgd(model.parameters())
         for _ in range(3):
             operations = count_step(model, engine, optimizer, 1).operations
-        gathers = [
-            operations[f"all-gather of {name} over the inner axis"] for name in (first, last)
-        ]
+        gathers = [operations[f"all-gather of {name}"] for name in (first, last)]
         assert gathers == [2, 1]  # the last one stays full from forward to backward
 
 

@@ -179,10 +179,12 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict that ``state_dict`` returned for the same parameters.
+        """Load a state dict that ``state_dict`` returned for the same parameters. Averages may also
+        be full plain tensors.
 
         Raises:
-            ValueError: An entry is missing or unexpected; names the entry. Nothing is loaded.
+            ValueError: An entry is missing or unexpected, or has another shape; names the entry.
+                Nothing is loaded.
             RuntimeError: ``load_state_dict`` is called within ``swapped``.
         """
         own = self.state_dict()
@@ -194,6 +196,12 @@ class EMA:
                     f"EMA.load_state_dict(): expected {len(expected)} {key} entries, those of this "
                     f"model; found {len(found)}: {differ[0]!r} {kind}"
                 )
+            for name, target in own[key].items():
+                if (shape := state_dict[key][name].shape) != target.shape:
+                    raise ValueError(
+                        f"EMA.load_state_dict(): {name}: expected shape {tuple(target.shape)}; "
+                        f"found {tuple(shape)}"
+                    )
         if missing := [key for key in _COUNTS if key not in state_dict]:
             raise ValueError(f"EMA.load_state_dict(): expected {missing[0]!r}; found none")
         for key in (_SHADOW, _BUFFERS):

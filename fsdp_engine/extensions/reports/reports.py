@@ -9,7 +9,6 @@ only on CUDA, where torch's allocator counts it.
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,8 +33,13 @@ from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
-from fsdp_engine.terminal import format_bytes
+from fsdp_engine.terminal import fold_name, format_bytes, table_text
 from fsdp_engine.units.assignment import expect
+
+# Width of a table in characters, unless the name of a module is too long for it.
+_WIDTH = 132
+# Characters of padding and border of each column.
+_BORDER = 3
 
 
 @dataclass(frozen=True)
@@ -171,30 +175,19 @@ class Measurement:
         return {unit: sums[unit] for unit in sorted(sums, key=lambda u: order.get(u, len(order)))}
 
     def __str__(self) -> str:
-        # rich is imported here, so that a measurement without a table does not need it.
-        from rich.console import Console
-        from rich.table import Table
-
         units = self.by_unit()
         found = {lane for each in units.values() for lane in each}
         known = (*LANES, COPY_IN)
         lanes = [*(lane for lane in known if lane in found), *sorted(found.difference(known))]
-        table = Table(show_footer=True)
-        table.add_column("waited for", footer="all", overflow="fold")
+        columns = []
         for lane in lanes:
             in_lane = sum(each.get(lane, 0.0) for each in units.values())
-            table.add_column(lane, footer=self._ms(in_lane), justify="right", no_wrap=True)
-        table.add_column("ms", footer=self._ms(self.waited_seconds), justify="right", no_wrap=True)
-        for unit, each in units.items():
-            cells = [self._ms(each[lane]) if lane in each else "" for lane in lanes]
-            table.add_row(unit, *cells, self._ms(sum(each.values())))
-        text = io.StringIO()
-        console = Console(file=text, width=132)
-        console.print(self._title(), soft_wrap=True, highlight=False)
-        if units:
-            console.print(table)
-        console.print(self._held(), soft_wrap=True, highlight=False)
-        return text.getvalue().rstrip()
+            cells = [self._ms(each[lane]) if lane in each else "" for each in units.values()]
+            columns.append((lane, cells, self._ms(in_lane)))
+        sums = [self._ms(sum(each.values())) for each in units.values()]
+        columns.append(("ms", sums, self._ms(self.waited_seconds)))
+        tables = [_table("waited for", list(units), columns)] if units else []
+        return "\n".join([self._title(), *tables, self._held()])
 
     def _title(self) -> str:
         share = self.waited_seconds / self.seconds if self.seconds else 0.0
@@ -229,6 +222,35 @@ class Measurement:
             self._seconds = time.perf_counter() - self._began
             self._steps = self._scheduler.reductions.num_steps - self._first_step
             self._allocated = device_peak(self._memory.device)
+
+
+def _table(
+    heading: str,
+    names: Sequence[str],
+    columns: Sequence[tuple[str, Sequence[str], str]],
+    title: str | None = None,
+) -> str:
+    """Returns a table with a row for each unit, and a last row for all of them.
+
+    Args:
+        heading: The heading of the column of names.
+        names: The name of each row. Names of deep modules differ at their ends, so long names are
+            folded and not truncated.
+        columns: The heading, the cells and the last cell of each other column.
+        title: The title of the table.
+    """
+    # rich is imported here, since most training runs print no table.
+    from rich.table import Table
+
+    used = sum(max(map(len, (top, *cells, last))) + _BORDER for top, cells, last in columns)
+    room = _WIDTH - used - _BORDER - 1
+    table = Table(title=title, title_justify="left", show_footer=True)
+    table.add_column(heading, footer="all", no_wrap=True)
+    for top, _, last in columns:
+        table.add_column(top, footer=last, justify="right", no_wrap=True)
+    for index, name in enumerate(names):
+        table.add_row(fold_name(name, room), *(cells[index] for _, cells, _ in columns))
+    return table_text(table)
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -294,15 +316,7 @@ class Description:
     optimizers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        # rich is imported here, since most training runs print no table.
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(title=self.title, title_justify="left", show_footer=True)
-        total = _total(self.rows)
-        # Names of deep modules differ at their ends, so long names are folded and not truncated.
-        table.add_column("unit", footer="all", overflow="fold")
-        columns = (
+        shown = (
             ("parameters", "num_parameters", _count),
             ("elements", "num_elements", _count),
             ("padding", "padding", _count),
@@ -313,16 +327,15 @@ class Description:
             ("gathers", "num_gathers", _count),
             ("reductions", "num_reductions", _count),
         )
-        for header, name, show in columns:
-            footer = "" if name in ("full_bytes", "staging_bytes") else show(getattr(total, name))
-            table.add_column(header, footer=footer, justify="right", no_wrap=True)
-        for first, last, row in _runs(self.rows):
+        total, runs, labels = _total(self.rows), _runs(self.rows), []
+        for first, last, row in runs:
             name = row.name or "(root)"
-            label = name if first == last else f"{name} .. {self.rows[last].name}"
-            table.add_row(label, *(show(getattr(row, field)) for _, field, show in columns))
-        text = io.StringIO()
-        Console(file=text, width=132).print(table)
-        described = text.getvalue().rstrip()
+            labels.append(name if first == last else f"{name} .. {self.rows[last].name}")
+        columns = []
+        for heading, name, show in shown:
+            footer = "" if name in ("full_bytes", "staging_bytes") else show(getattr(total, name))
+            columns.append((heading, [show(getattr(row, name)) for _, _, row in runs], footer))
+        described = _table("unit", labels, columns, self.title)
         for place, held in self.elsewhere.items():
             kinds = ", ".join(f"{role} {format_bytes(n)}" for role, n in held.items())
             described += f"\nOn the {place}: {kinds}"

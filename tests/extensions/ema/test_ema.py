@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_engine as fe
 from tests import reference
@@ -175,6 +177,34 @@ def test_a_checkpoint_has_the_averages_for_other_ranks_and_levels(
     torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads_params"])
+@on_ranks(2)
+def test_averages_of_torchs_averaged_model_continue(level: str) -> None:
+    alone = Statistics()
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    averaged = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
+    for number in range(6):
+        if number == 3:
+            weights, given = copy.deepcopy((alone.state_dict(), averaged.state_dict()))
+        step(alone, optimizer, number, 16)
+        averaged.update_parameters(alone)
+    model = Statistics()
+    engine = fe.shard(model, strategy=level, initial_values="rank0")
+    model.load_state_dict(weights)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ema = fe.EMA(engine, DECAY, average_buffers=True)
+    state = ema.state_dict()
+    for kind in ("shadow", "buffers"):
+        state[kind] = {name: given[f"module.{name}"] for name in state[kind]}
+    ema.load_state_dict(state)
+    for number in range(3, 6):
+        step(model, optimizer, number, 16)
+        ema.update()
+    expected = averaged.module.state_dict()
+    for name, average in {**averages(ema), **ema.state_dict()["buffers"]}.items():
+        torch.testing.assert_close(average, expected[name])
+
+
 @on_ranks(2)
 def test_bad_arguments_and_calls_are_refused() -> None:
     model, engine, optimizer = build(odd_model, {})
@@ -191,7 +221,12 @@ def test_bad_arguments_and_calls_are_refused() -> None:
     state = ema.state_dict()
     name = next(iter(state["shadow"]))
     missing = {**state, "shadow": {k: v for k, v in state["shadow"].items() if k != name}}
-    for given, words in ((missing, f"'{name}' is missing"), ({"shadow": {}}, "is missing")):
+    longer = {**state, "shadow": {**state["shadow"], name: torch.zeros(99)}}
+    for given, words in (
+        (missing, f"'{name}' is missing"),
+        ({"shadow": {}}, "is missing"),
+        (longer, rf"{name}: expected shape \(.*found \(99,\)"),
+    ):
         with pytest.raises(ValueError, match=words):
             ema.load_state_dict(given)
     model(*batch(0)).backward()

@@ -54,18 +54,18 @@ def test_collectives_of_whole_backwards(schedule: str) -> None:
         found = counted(pipeline)
         wanted: Counter[str] = Counter()
         for unit in engine.units:
-            over = f"of {unit.label} over the inner axis"
+            what = f"of {unit.label}"
             num_stayed = TURNS[schedule][pipeline.indices[0]] if unit is engine.units[-1] else 0
             if unit is engine.units[0]:
                 # It frames all others: the last in forward, the first in backward.
                 num_stayed = num_micro
             if unit.reshards:
-                wanted[f"all-gather {over}"] = 2 * num_micro - num_stayed
+                wanted[f"all-gather {what}"] = 2 * num_micro - num_stayed
             elif unit.needs_refresh:
-                wanted[f"all-gather {over}"] = 1
+                wanted[f"all-gather {what}"] = 1
             reduce = "reduce-scatter" if unit.needs_refresh or unit.reshards else "all-reduce"
             cut = unit.buffers[0].spec.grad_depth > 0
-            wanted[f"{reduce} {over}"] = num_micro if cut else 1
+            wanted[f"{reduce} {what}"] = num_micro if cut else 1
         assert found == wanted, f"{level} {pipeline.indices} {found - wanted} {wanted - found}"
 
 

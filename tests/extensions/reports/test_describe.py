@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -62,13 +64,17 @@ def test_frozen_weights_are_not_gathered_again(level: str, outer: str, axes: int
     assert sum(row.num_gathers for row in engine.describe().rows) == axes * trainable
 
 
-def test_the_table_of_an_engine_shows_long_names_to_their_ends() -> None:
-    names = [f"base_model.layers.{n}.mlp.experts.{'x' * 90}.{n}" for n in (1, 2)]
+@pytest.mark.parametrize("module", ["self_attention", "x" * 90])
+def test_the_table_of_an_engine_folds_long_names_after_dots(module: str) -> None:
+    names = [f"base_model.vision_tower.layers.{n}.mlp.experts.{module}.{n}" for n in (1, 2)]
     rows = tuple(UnitRow(name, 4, 10**9, 0, 10**9, 10**9, 0, 0, 2, 1) for name in names)
-    table = str(Description("", rows))
-    cells = "".join(line.split("│")[1].strip() for line in table.splitlines() if "│" in line)
-    assert all(name in cells for name in names)
-    assert "…" not in table
+    table = str(Description("", rows)).splitlines()
+    lines = [line.split("│")[1].strip() for line in table if "│" in line]
+    assert all(name in "".join(lines) for name in names)
+    modules = {part for name in names for part in name.split(".")}
+    assert set(re.findall(r"\w+", " ".join(lines))) == modules | {"all"}
+    # The table is wider only for a module whose own name does not fit.
+    assert max(map(len, table)) <= max(132, 115 + len(module))
 
 
 @on_ranks(2)

@@ -81,7 +81,7 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
                     # The last block and the root stay full: of MXFP8 in another encoding.
                     stays = unit.index in (0, len(engine.units) - 1)
                     again = not stays or (is_quantised(buffer) and recipe == "mxfp8")
-                    label = f"all-gather of {buffer.label} over the inner axis"
+                    label = f"all-gather of {buffer.label}"
                     assert messages.operations[label] == 1 + again, (recipe, step, label)
                     itemsize = 1 if is_quantised(buffer) else 2
                     expected += (1 + again) * buffer.layout.numel * itemsize // 2
