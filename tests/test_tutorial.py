@@ -126,6 +126,7 @@ def test_a_run_resumed_on_another_number_of_ranks_continues_at_the_saved_step(
     assert continued == pytest.approx(losses(tutorial.run(5, 2)), abs=0.02)
 
 
+@pytest.mark.thorough
 def test_exported_weights_have_the_loss_of_the_averages(tutorial: Tutorial) -> None:
     *_, trained, averaged = losses(tutorial.run(7, 2))
     assert averaged < UNTRAINED_LOSS - 2
@@ -157,10 +158,13 @@ def test_the_page_shows_the_lines_of_the_files(page: str) -> None:
     assert shown == list(expected.values())
 
 
-def test_the_page_shows_what_the_files_print(page: str, tutorial: Tutorial) -> None:
+@pytest.mark.parametrize("exports", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_the_page_shows_what_the_files_print(page: str, tutorial: Tutorial, exports: bool) -> None:
     """Outputs of the page are of more training steps than those of the test."""
     runs = [(1, 1), (2, 2), (3, 1), (3, 2), (4, 2), (5, 2), (6, 2), (6, 1), (7, 2), (8, 2)]
     for (step, num_ranks), text in zip(runs, blocks(page, "text"), strict=True):
+        if exports != (step > 6):
+            continue
         num_steps = 10 if (step, num_ranks) == (6, 2) else 20
         printed, shown = (
             [LOSS.sub("#", line.rstrip()) for line in each.splitlines()]

@@ -228,7 +228,18 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# Others have the same dtypes, levels, optimizer or settings, one or two of them each.
+REPEATED = {"bf16", "divisor in float64", "adamw", "no_shard", "optim_grads"}
+REPEATED |= {"functions of torch", "checkpoint wrapper of kept parameters"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in REPEATED else ())
+        for name in PROGRAMS
+    ],
+)
 @on_ranks(2)
 def test_results_are_those_of_fsdp2(name: str) -> None:
     PROGRAMS[name].check()

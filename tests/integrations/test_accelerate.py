@@ -213,16 +213,14 @@ def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, f
     return held(loop), loop.train(epoch=1, first=4)
 
 
-@pytest.mark.parametrize(("first", "second"), [(2, 2), (2, 1)])
-def test_a_state_saved_within_an_epoch_is_loaded_on_any_ranks(
-    ranks: Ranks, tmp_path: Path, first: int, second: int
-) -> None:
-    saved, expected = ranks.run(train_and_save, str(tmp_path), FULL, world_size=first)[0]
+def test_a_state_saved_within_an_epoch_is_loaded_on_any_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    saved, expected = ranks.run(train_and_save, str(tmp_path), FULL, world_size=2)[0]
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
-    loaded, found = ranks.run(resume, str(tmp_path), "optim", world_size=second)[0]
-    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
-    if second == first:  # accelerate's schedulers step once for each rank
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for world_size in (2, 1):
+        loaded, found = ranks.run(resume, str(tmp_path), "optim", world_size=world_size)[0]
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+        if world_size == 2:  # accelerate's schedulers step once for each rank
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @on_ranks(2)

@@ -62,10 +62,10 @@ def go_on(arguments: list[str]) -> tuple[str, list[float]]:
 def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
     ranks: Ranks, texts: Path
 ) -> None:
-    expected = ranks.run(train_undisturbed, arguments_of(texts, 20), world_size=2)[0]
+    expected = ranks.run(train_undisturbed, arguments_of(texts, 12), world_size=2)[0]
     shutil.rmtree(texts / "out")
 
-    answers = ranks.run(train_until_told, arguments_of(texts, 20, "--async-save"), world_size=2)
+    answers = ranks.run(train_until_told, arguments_of(texts, 12, "--async-save"), world_size=2)
     assert answers[0] == answers[1]
     stop, losses, saved = answers[0]
     assert stop == signal.SIGUSR1
@@ -73,7 +73,7 @@ def test_a_signal_to_one_rank_saves_and_ends_all_after_the_same_step(
     assert saved == [5, len(losses)]
     assert 8 <= len(losses) <= 9
 
-    said, losses = ranks.run(go_on, arguments_of(texts, 20), world_size=4)[0]
+    said, losses = ranks.run(go_on, arguments_of(texts, 12), world_size=4)[0]
     assert said.startswith(f"resumed after step {saved[-1]} ")
     assert losses == pytest.approx(expected, abs=1e-4)
 

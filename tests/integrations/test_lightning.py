@@ -242,7 +242,8 @@ class Scheduled(Net):
 
 
 @pytest.mark.parametrize(
-    "kind", ["step", pytest.param("epoch", marks=pytest.mark.thorough), "plateau"]
+    "kind",
+    [*(pytest.param(each, marks=pytest.mark.thorough) for each in ("step", "epoch")), "plateau"],
 )
 @on_ranks(2)
 def test_schedules_frozen_and_tied_weights_continue_from_a_checkpoint(kind: str) -> None:

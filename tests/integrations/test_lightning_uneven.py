@@ -175,16 +175,16 @@ CASES = {
 }
 
 
+FEW = [(name, FULL) for name in ("accumulation", "streams", "manual", "none on one rank")]
+FEW.append(("mean over samples", "no_shard"))
+
+
 @pytest.mark.parametrize(
     ("name", "level"),
-    [(name, FULL) for name in CASES if name != "lengths"]
-    + [("mean over samples", "no_shard")]
-    + [
-        pytest.param(name, level, marks=pytest.mark.thorough)
+    [
+        pytest.param(name, level, marks=() if (name, level) in FEW else pytest.mark.thorough)
         for name in CASES
         for level in LEVELS
-        if (name == "lengths" or level != FULL)
-        and (name, level) != ("mean over samples", "no_shard")
     ],
 )
 def test_a_run_is_that_of_one_process(ranks: Ranks, name: str, level: str) -> None:

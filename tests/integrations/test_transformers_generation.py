@@ -52,7 +52,7 @@ def generating(kind: str, seed: int, changes: dict[str, Any], **given: Any) -> A
     as_launched()
     from transformers import Seq2SeqTrainingArguments
 
-    changes = {"predict_with_generate": True, "generation_max_length": 9, **changes}
+    changes = {"predict_with_generate": True, "generation_max_length": 6, **changes}
     args = arguments(shared_folder(), Seq2SeqTrainingArguments, **changes)
     return trainer(kind, args, t5(seed), compute_metrics=lengths, **given)
 
@@ -63,7 +63,7 @@ def test_predict_with_generate_is_the_plain_trainers(level: str) -> None:
     given = {"train_dataset": pairs(40), "eval_dataset": pairs(7, seed=2)}
     found = []
     for kind in ("plain", level):
-        made = generating(kind, 0, {"max_steps": 3}, **given)
+        made = generating(kind, 0, {"max_steps": 2}, **given)
         made.train()
         (logged, *_) = (row for row in made.state.log_history if "eval_hits" in row)
         predicted = made.predict(pairs(7, seed=3), num_beams=2)
@@ -84,7 +84,7 @@ def generate(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "level", [FULL, "no_shard", *(pytest.param(x, marks=pytest.mark.thorough) for x in LEVELS[1:3])]
+    "level", [FULL, *(pytest.param(x, marks=pytest.mark.thorough) for x in LEVELS[:3])]
 )
 @on_ranks(2)
 def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
@@ -111,7 +111,7 @@ def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
     assert torch.equal(texts[-1], generate(plain))
 
 
-@pytest.mark.parametrize("level", ["optim", FULL])
+@pytest.mark.parametrize("level", [FULL, pytest.param("optim", marks=pytest.mark.thorough)])
 @on_ranks(2)
 def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str) -> None:
     found = []
@@ -133,7 +133,10 @@ def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str)
         trainer(FULL, arguments(shared_folder()), torch.nn.Linear(2, 2), generate_together=True)
 
 
-@pytest.mark.parametrize("together", ["neither", "generate_together", "different_modules"])
+@pytest.mark.parametrize(
+    "together",
+    ["neither", "generate_together", pytest.param("different_modules", marks=pytest.mark.thorough)],
+)
 @on_ranks(2)
 def test_texts_of_uneven_loaders_are_generated_at_every_level(together: str) -> None:
     """Ranks evaluate different numbers of prompts of different lengths; some texts end early."""

@@ -263,16 +263,15 @@ def evaluation_loss(model: type[nn.Module], weights: dict[str, Tensor], case: Ca
     return sum(losses) / sum(map(len, batches))
 
 
+FEW = [("accumulation", "no_shard"), ("none on one rank", FULL), ("streams", FULL)]
+
+
 @pytest.mark.parametrize(
     ("name", "level"),
-    [(name, FULL) for name in CASES if name != "one ends early"]
-    + [("accumulation", "no_shard")]
-    + [
-        pytest.param(name, level, marks=pytest.mark.thorough)
+    [
+        pytest.param(name, level, marks=() if (name, level) in FEW else pytest.mark.thorough)
         for name in CASES
         for level in LEVELS
-        if (name == "one ends early" or level != FULL)
-        and (name, level) != ("accumulation", "no_shard")
     ],
 )
 def test_a_run_is_that_of_one_process(ranks: Ranks, name: str, level: str) -> None:

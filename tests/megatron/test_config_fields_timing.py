@@ -17,7 +17,7 @@ from tests.comm.timeline import PHASES, Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Layers, config_of
 from tests.messages import Messages, expected_collectives
 from tests.models import Stack, vector_batch
-from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS, SPARED_PAIRS
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.training import mesh_of
 
@@ -188,8 +188,9 @@ def batch_of(dtype: torch.dtype, number: int) -> tuple[torch.Tensor, torch.Tenso
     return x.to(dtype), y
 
 
+TWO_PAIRS = [("optim", "optim"), ("optim_grads_params", "optim_grads")]
 TWO_AXES = [
-    pytest.param(pair, (2, 2), id=name, marks=pytest.mark.thorough if pair in SPARED_PAIRS else ())
+    pytest.param(pair, (2, 2), id=name, marks=() if pair in TWO_PAIRS else pytest.mark.thorough)
     for pair, name in zip(FEW_PAIRS, FEW_PAIR_NAMES, strict=True)
 ]
 ONE_AXIS = [pytest.param((level, "no_shard"), (2,), id=level) for level in LEVEL_NAMES]

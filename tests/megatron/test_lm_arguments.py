@@ -24,7 +24,7 @@ from tests.pool import Ranks, on_ranks
 from tests.processes import ROOT, printed
 
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy"
-SHORT = "--train-iters 2 --seq-length 8 --hidden-size 16"
+SHORT = "--train-iters 2 --seq-length 8 --hidden-size 16 --num-layers 1"
 SGD = "--optimizer sgd --lr 0.1"
 OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
@@ -85,7 +85,10 @@ MORE = f"{OVERLAP} --ddp-num-buckets 3"
             pytest.param([(arguments, "")], more, 4, 1e-4, marks=thorough, id=arguments.split()[-2])
             for arguments, more in (
                 (f"{FSDP} optim_grads_params --tensor-model-parallel-size 2", SGD),
-                (f"{FSDP} optim_grads {OVERLAP} --pipeline-model-parallel-size 2", SGD),
+                (
+                    f"{FSDP} optim_grads {OVERLAP} --pipeline-model-parallel-size 2",
+                    f"--num-layers 2 {SGD}",
+                ),
                 ("--use-torch-fsdp2 --tensor-model-parallel-size 2", "--calculate-per-token-loss"),
             )
         ),

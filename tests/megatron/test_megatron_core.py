@@ -70,7 +70,7 @@ OFTEN = {
     "sequence": ["optim_grads_params"],
     "pipeline": ["optim", "optim_grads_params"],
     "experts_over_tensor_ranks": ["optim"],
-    "recomputation": ["optim"],
+    "whole_recomputation": ["optim"],
     "their_finalize_with_tensor": ["optim_grads"],
 }
 COMBINATIONS = {

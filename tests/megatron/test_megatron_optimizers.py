@@ -57,28 +57,37 @@ EXPERTS = Job(experts=2, dtype="bf16")
 STEPS: dict[str, tuple[list[Job], int]] = {
     "its distributed optimizer": ([Job(dtype="bf16"), SHARDED.but(overlap=True)], 2),
     "an infinite loss on one rank skips the step on all": (
-        at_every_level(Job(dtype="fp16", optimizer="sgd", inf_on=(1, 1))),
+        [Job(dtype="fp16", optimizer="sgd", inf_on=(1, 1), level="optim_grads")],
         2,
     ),
     "experts have an optimizer of their own": ([EXPERTS.but(level="optim_grads_params")], 4),
     "state is replicated over rows": ([Job(instances=2, optimizer="sgd", microbatches=1)], 4),
     "norm groups are clipped by themselves": ([NORM_GROUPS.but(level="optim_grads_params")], 2),
-    "norm groups of experts": ([NORM_GROUPS.but(experts=2)], 4),
 }
-THOROUGH_STEPS: dict[str, tuple[list[Job], int]] = {
-    f"{dtype}-{optimizer}": (jobs_of(dtype, optimizer), 2)
-    for dtype, optimizer in itertools.product(["fp32", "bf16", "fp16"], ["sgd", "adam"])
-} | {
-    f"{dtype}-{next(reversed(fields))}": (model_parallel_jobs_of(dtype, fields), 4)
-    for dtype in ("bf16", "fp16")
-    for fields in (
-        {"tensor": 2},
-        {"pipeline": 2, "tied": True},
-        {"pipeline": 2, "virtual": 2, "microbatches": 4, "overlap": True},
-        {"experts": 2},
-        {"instances": 2},
-    )
-}
+THOROUGH_STEPS: dict[str, tuple[list[Job], int]] = (
+    {
+        "norm groups of experts": ([NORM_GROUPS.but(experts=2)], 4),
+        "an infinite loss at every level": (
+            at_every_level(Job(dtype="fp16", optimizer="sgd", inf_on=(1, 1))),
+            2,
+        ),
+    }
+    | {
+        f"{dtype}-{optimizer}": (jobs_of(dtype, optimizer), 2)
+        for dtype, optimizer in itertools.product(["fp32", "bf16", "fp16"], ["sgd", "adam"])
+    }
+    | {
+        f"{dtype}-{next(reversed(fields))}": (model_parallel_jobs_of(dtype, fields), 4)
+        for dtype in ("bf16", "fp16")
+        for fields in (
+            {"tensor": 2},
+            {"pipeline": 2, "tied": True},
+            {"pipeline": 2, "virtual": 2, "microbatches": 4, "overlap": True},
+            {"experts": 2},
+            {"instances": 2},
+        )
+    }
+)
 
 
 @pytest.mark.parametrize(

@@ -86,10 +86,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
+    # Thousands of files are not looked at for each row.
+    monkeypatch.setattr(plan_cache, "loaded_sources", dict)
     monkeypatch.setattr(strategy_search, "QUICK_FITTING", 600)
     yield tmp_path
-    # A loaded file that is newer than the process turns caches of plans off.
     sys.modules.pop("planned_models", None)
 
 

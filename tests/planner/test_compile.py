@@ -37,8 +37,9 @@ def planned(make: Any = build, **options: Any) -> fe.StrategyPlan:
 
 
 def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> None:
-    eager, compiled = planned(), planned(compile=True)
+    eager, compiled = planned(fitting=2), planned(compile=True, fitting=2)
     before = {each.candidate: each for each in eager.outcomes}
+    assert {each.checkpointing for each in before} == {False, True}
     assert before.keys() == {each.candidate for each in compiled.outcomes}
     for each in compiled.outcomes:
         other = before[each.candidate]

@@ -59,8 +59,8 @@ def only(degree: int) -> fe.StrategyPlan:
 
 @functools.cache
 def shared() -> fe.StrategyPlan:
-    """Level 3 with two context-parallel ranks, on one axis."""
-    return plan(context_parallel=2, meshes=[(WORLD,)], fitting=1)
+    """Level 3 with two context-parallel ranks, on two axes."""
+    return plan(context_parallel=2, meshes=[(2, 2)], fitting=1)
 
 
 def degrees_of(planning: fe.StrategyPlan) -> set[int]:
@@ -189,6 +189,11 @@ def test_a_global_batch_too_small_for_data_parallel_ranks_alone(
 # What a plan says is then trained.
 
 
+def cut_linears(degree: int, sizes: tuple[int, ...]) -> Any:
+    options = {"tensor_parallel": degree, "meshes": [sizes]}
+    return functools.cache(lambda: linears(parallelize=cut, fitting=1, **options))
+
+
 def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool, int]:
     """Losses of two steps on the planned ranks, sizes of the engine's mesh, whether the model has
     DTensors, and context-parallel ranks."""
@@ -230,21 +235,20 @@ def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("case", "degree", "context", "sizes"),
+    ("make", "degree", "context", "sizes"),
     [
-        ("llama", 2, 1, (2,)),
-        ("linears", 2, 1, (2, 1)),
-        ("linears", 4, 1, (1,)),
+        pytest.param(lambda: only(2), 2, 1, (2,), id="llama"),
+        pytest.param(cut_linears(2, (2, 1)), 2, 1, (2, 1), id="two axes"),
+        pytest.param(cut_linears(4, (1,)), 4, 1, (1,), id="no data parallelism"),
         # Attention of CPUs is not ring attention: all ranks have whole sequences here.
-        ("llama", 1, 2, (2, 2)),
+        pytest.param(shared, 1, 2, (2, 2), id="context"),
     ],
 )
 def test_a_planned_model_trains_on_its_ranks(
-    ranks: Ranks, tmp_path: Path, case: str, degree: int, context: int, sizes: tuple[int, ...]
+    ranks: Ranks, tmp_path: Path, make: Any, degree: int, context: int, sizes: tuple[int, ...]
 ) -> None:
-    options = {"tensor_parallel": degree, "context_parallel": context, "meshes": [sizes]}
-    make: Any = plan if case == "llama" else functools.partial(linears, parallelize=cut)
-    make(fitting=1, **options).save(tmp_path / "plan.json")
+    make().save(tmp_path / "plan.json")
+    case = "llama" if make().setting.model == "LlamaForCausalLM" else "linears"
     torch.manual_seed(0)
     model = llama() if case == "llama" else Model()
     expected = _trained(model, torch.optim.AdamW(model.parameters()))

@@ -24,14 +24,6 @@ from tests.planner.made_plans import simulated
 from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, computing
 from tests.pool import Ranks
 
-
-def limit_of_everything() -> float:
-    """Bytes that some candidate needs at most with everything on the host, and none with state
-    alone there."""
-    assert least(EVERYTHING) < 0.9 * least(HOST)
-    return least(HOST) - 1
-
-
 _, EVERYTHING = offloads_to_host()
 STATE_LANES = names_of_copies("state")
 WORLD, WIDTH, BLOCKS = 4, 256, 6
@@ -340,12 +332,3 @@ def test_steps_beside_forward_are_a_trial() -> None:
     assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
     assert "optimizer state on the host, stepped beside forward: " in str(beside)
     assert not any("overlap_forward" in each.change for each in beside.trials)
-
-
-@pytest.mark.thorough
-def test_everything_on_the_host_is_not_tried_without_the_figure_of_its_memory() -> None:
-    where = replace(MACHINE, host_memory_bandwidth=None)
-    planning = plan("auto", limit_of_everything(), machine=where)
-    assert planning.chosen is None
-    assert {each.candidate.offload for each in planning.outcomes} == {None, HOST}
-    assert "Offloaded optimizer state is not enough." in str(planning)

@@ -79,12 +79,14 @@ class Small(nn.Module):
 
 @cache
 def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
-    """A simulated plan, and the step of its choice."""
+    """A simulated plan on two axes, and the step of its choice."""
     machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
     planning = fe.plan(
         *(Small, torch.zeros(64, 256)),
         world_size=16,
         machine=machine,
+        meshes=[(2, 8)],
+        checkpointing=(False,),
         options=fe.Options(min_unit_size=0),
     )
     assert planning.simulate is not None

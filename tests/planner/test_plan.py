@@ -47,7 +47,7 @@ def batch(size: int = ROWS) -> Tensor:
 @functools.cache
 def planned() -> fe.StrategyPlan:
     """Of the model above, its blocks apart, with memory for all."""
-    given = {"memory": 2.0**30, "checkpointing": (False, True), **OPTIONS}
+    given = {"memory": 2.0**30, "checkpointing": (False,), **OPTIONS}
     return fe.plan(build, batch, world_size=WORLD, machine=MACHINE, **given)
 
 
@@ -74,7 +74,9 @@ def a_limit() -> float:
     return (peaks[0] + planned().outcomes[0].peak_bytes) / 2
 
 
-def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing() -> None:
+def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing(
+    simulated: list[Any],
+) -> None:
     expected = {
         (mesh, pair.inner.name, pair.outer.name, recompute)
         for mesh in ((4,), (2, 2))
@@ -82,8 +84,10 @@ def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing()
         for recompute in (False, True)
         if len(mesh) == 2 or pair.outer.name == "no_shard"
     }
-    assert set(at_most()) == expected
-    assert len(planned().outcomes) == len(expected) == 28
+    ways = {"checkpointing": (False, True), **OPTIONS}
+    found = fe.plan(build, batch, world_size=WORLD, machine=MACHINE, **ways)
+    assert {_key(each) for each in found.outcomes} == expected
+    assert len(found.outcomes) == len(expected) == 28 <= len(simulated)
 
 
 def test_meshes_that_fit() -> None:

@@ -87,7 +87,13 @@ def simulated(build: Callable[[], nn.Module], *args: Any, **options: Any) -> tup
     return found, outside is not None
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.thorough if name in ("tied", "llama") else ())
+        for name in MODELS
+    ],
+)
 def test_a_model_has_the_same_step_if_it_is_built_without_the_modes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -165,10 +165,8 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     return peak, between
 
 
-@pytest.mark.parametrize(
-    "checkpointing",
-    [False, *(pytest.param(each, marks=pytest.mark.thorough) for each in (True, "selective"))],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 @on_ranks(1)
 def test_memory_of_compiled_blocks_is_that_of_a_run_with_inductor(
     checkpointing: Any, tmp_path: Path

@@ -32,7 +32,7 @@ from tests.planner.simulation.small_llama import llama
 
 WIDTH, HEADS, KEY_HEADS, LENGTH, NUM_BLOCKS = 256, 4, 2, 4096, 2
 SIZE = WIDTH // HEADS  # of a head
-MICROBATCHES = 5  # of a pipeline
+MICROBATCHES = 3  # of a pipeline
 LONG = torch.zeros(1, 2**17, WIDTH)
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 

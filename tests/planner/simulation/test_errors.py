@@ -84,7 +84,7 @@ def test_the_error_names_the_line_and_the_reason(
     assert f"{__file__}:{error.line}" in str(error)
     # And nothing is left of it.
     assert not dist.is_initialized()
-    assert fe.simulate(lambda: Transformer(2), 2, batch=token_batch(2, 0)).seconds > 0
+    assert fe.simulate(lambda: Body(torch.relu), 2, batch=torch.zeros(2, WIDTH)).seconds > 0
 
 
 def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:

@@ -71,6 +71,7 @@ EQUAL = dataclasses.replace(
 visible = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 Mask = Callable[..., Tensor]
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -226,15 +227,17 @@ CAUSAL_BLOCKS = NUM_BLOCKS * (NUM_BLOCKS + 1) // 2
 @pytest.mark.parametrize(
     ("make", "blocks"),
     [
-        (no_mask, NUM_BLOCKS**2),
+        thorough(no_mask, NUM_BLOCKS**2, id="none"),
         # A window of two blocks reaches into two further ones.
-        (lambda tokens: made(window), 3 * NUM_BLOCKS - 3),
-        (causal_of, CAUSAL_BLOCKS),  # as if each row were one document
-        (lambda tokens: made(in_documents(tokens), ROWS), NUM_BLOCKS**2),
+        thorough(lambda tokens: made(window), 3 * NUM_BLOCKS - 3, id="window"),
+        # As if each row were one document.
+        pytest.param(causal_of, CAUSAL_BLOCKS, id="of tokens"),
+        thorough(
+            lambda tokens: made(in_documents(tokens), ROWS), NUM_BLOCKS**2, id="documents of tokens"
+        ),
         # Of four documents of two blocks each: three of four blocks.
-        (lambda tokens: causal_of(DOCUMENTS), 4 * 3),
+        pytest.param(lambda tokens: causal_of(DOCUMENTS), 4 * 3, id="documents"),
     ],
-    ids=["none", "window", "of tokens", "documents of tokens", "documents"],
 )
 def test_time_is_that_of_the_blocks_of_the_mask(make: Any, blocks: int) -> None:
     found = simulate(flex, make, model={"depth": 1})
@@ -264,7 +267,7 @@ def between(found: fe.Simulation) -> int:
     return sizes[-1]
 
 
-@pytest.mark.parametrize(("heads", "size"), [(HEADS, SIZE), (2, 24)])
+@pytest.mark.parametrize(("heads", "size"), [thorough(HEADS, SIZE), (2, 24)])
 def test_a_compiled_kernel_keeps_its_arguments_its_output_and_sums(heads: int, size: int) -> None:
     """Heads of keys may be fewer and of any size."""
     one, two = (
@@ -278,7 +281,7 @@ def test_a_compiled_kernel_keeps_its_arguments_its_output_and_sums(heads: int, s
     assert kernels(two, FLEX, "forward") == pytest.approx([2 * product / RATE] * 2)
 
 
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, thorough(True)])
 def test_causal_attention_has_the_memory_of_flash_attention(compile: bool) -> None:
     plain, found = (
         simulate(attend, make, machine=EQUAL, compile=compile)
@@ -322,6 +325,7 @@ def test_selective_checkpoints_keep_the_output(
 # Models.
 
 
+@pytest.mark.thorough
 def test_a_llama_of_transformers() -> None:
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     plain, found = (

@@ -108,8 +108,14 @@ def compare(
     assert found == must
 
 
+FEW = ("GPT", "experts", "own function", "in place")
 CASES = [
-    *((name, "optim_grads_params", True) for name in MODELS),
+    *(
+        pytest.param(
+            *(name, "optim_grads_params", True), marks=() if name in FEW else pytest.mark.thorough
+        )
+        for name in MODELS
+    ),
     *(pytest.param("GPT", each, False, marks=pytest.mark.thorough) for each in LEVELS),
 ]
 
@@ -131,11 +137,18 @@ DOUBLE_BUFFER = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
 @pytest.mark.parametrize(
     "options",
     [
-        {"mp_policy": BF16, "config": DOUBLE_BUFFER},
-        {"codec_rules": [fe.Float8()], "microbatches": 3, "outer_strategy": "optim"},
-        {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)},
+        pytest.param({"mp_policy": BF16, "config": DOUBLE_BUFFER}, id="bf16, double buffer"),
+        pytest.param(
+            {"codec_rules": [fe.Float8()], "microbatches": 3, "outer_strategy": "optim"},
+            id="fp8, microbatches",
+            marks=pytest.mark.thorough,
+        ),
+        pytest.param(
+            {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)},
+            id="one by one",
+            marks=pytest.mark.thorough,
+        ),
     ],
-    ids=["bf16, double buffer", "fp8, microbatches", "one by one"],
 )
 def test_options_do_not_affect_the_cache(options: dict[str, Any]) -> None:
     build, batch = MODELS["GPT"]
@@ -157,18 +170,17 @@ def test_simulations_share_a_cache() -> None:
     assert known.num_misses - before < afresh / 2
 
 
-def test_a_llama_of_transformers_that_checkpoints_itself() -> None:
-    def build(again: bool) -> nn.Module:
+# Without checkpointing a cache of keys and values is filled: blocks with side effects.
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_a_llama_of_transformers_that_checkpoints_itself(again: bool) -> None:
+    def build() -> nn.Module:
         model: Any = on_meta(partial(llama, use_cache=True))()
         if again:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return model
 
     batch = {"input_ids": TOKENS, "labels": TOKENS}
-    known = OperationCache()
-    for again in (False, True):
-        # Without checkpointing a cache of keys and values is filled: blocks with side effects.
-        compare(partial(build, again), batch, known, strategy="optim_grads_params")
+    compare(build, batch, OperationCache(), strategy="optim_grads_params")
 
 
 # --- single operations ---

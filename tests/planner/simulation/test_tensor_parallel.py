@@ -165,8 +165,16 @@ def measured(case: str, level: str) -> tuple[int, list[float]]:
     return min(peaks), losses
 
 
-@pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("level", "case"),
+    [
+        ("optim_grads_params", "linears"),
+        *(
+            pytest.param(*each, marks=pytest.mark.thorough)
+            for each in (("optim", "linears"), ("optim", "llama"), ("optim_grads_params", "llama"))
+        ),
+    ],
+)
 def test_memory_and_losses_are_those_of_four_gloo_ranks(
     ranks: Ranks, case: str, level: str
 ) -> None:
