@@ -86,7 +86,7 @@ def save_while_training(level: str, folder: str) -> None:
         assert not differences(train_with(engine, optimizer, data), rest)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
 @pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 def test_an_asynchronous_save_holds_the_moment_of_the_call_bit_for_bit(
     ranks: Ranks, level: str, num_ranks: int, tmp_path: Path
@@ -124,6 +124,7 @@ def save_with_a_copy_that_races(folder: str) -> None:
     assert any(race_shows(f"{folder}/{delay}", delay) for delay in (1e-3, 1e-2, 5e-2))
 
 
+@pytest.mark.thorough
 def test_a_save_whose_copy_does_not_wait_for_the_stream_is_seen(
     ranks: Ranks, tmp_path: Path
 ) -> None:

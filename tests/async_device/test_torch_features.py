@@ -31,7 +31,7 @@ from tests.async_device.scene import (
     train,
 )
 from tests.fsdp2 import programs
-from tests.models import DIM, Block, Chain, Mlp, Transformer, vector_batch
+from tests.models import DIM, Chain, Mlp, Transformer, vector_batch
 from tests.pool import on_ranks
 
 ranks = device.ranks
@@ -100,17 +100,24 @@ def chain() -> nn.Module:
     return Chain(*(Mlp(hidden=n) for n in (17, 17, 5)))
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job(chain, vector_batch, num_micro=1),
+        pytest.param(Job(partial(Transformer, 1), num_micro=1), marks=pytest.mark.thorough),
+    ],
+    ids=["mlps", "transformer"],
+)
 @pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
-def test_compiled_units_train_as_on_the_cpu(level: str) -> None:
-    mlp = Job(chain, vector_batch, (level, "no_shard"), num_micro=1)
-    for job in (mlp, Job(partial(Transformer, 1), pair=(level, "no_shard"), num_micro=1)):
-        expected = train_compiled(job, "cpu")
-        with random_delays(seed=2):
-            found = train_compiled(job, on.NAME)
-        # Decompositions of attention and norms are other kernels than those of the CPU.
-        assert not differences(found, expected, 1e-6)
-        assert not differences(found, on_cpu(job), 1e-6)
+def test_compiled_units_train_as_on_the_cpu(level: str, job: Job) -> None:
+    job = dataclasses.replace(job, pair=(level, "no_shard"))
+    expected = train_compiled(job, "cpu")
+    with random_delays(seed=2):
+        found = train_compiled(job, on.NAME)
+    # Decompositions of attention and norms are other kernels than those of the CPU.
+    assert not differences(found, expected, 1e-6)
+    assert not differences(found, on_cpu(job), 1e-6)
 
 
 # ---- Activation checkpointing ------------------------------------------------------------------
@@ -149,7 +156,7 @@ class Recomputed(nn.Module):
 @pytest.mark.parametrize("level", FULL_AND_THOROUGH)
 @on_ranks(2)
 def test_activations_that_are_computed_again_change_no_bit(level: str) -> None:
-    for block in (Block, Dropping):
+    for block in (Mlp, Dropping):
         plain, *others = [
             Job(partial(Recomputed, kind, block), vector_batch, (level, "no_shard"), num_micro=1)
             for kind in ("plain", "reentrant", "not_reentrant")

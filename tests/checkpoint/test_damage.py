@@ -142,7 +142,7 @@ def assert_unusable(*uses: Callable[[], Any]) -> None:
     raises_each(*((RuntimeError, message, use) for use in uses))
 
 
-@pytest.mark.parametrize("num", [30, pytest.param(150, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num", [15, pytest.param(150, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("world_size", "manifest"), [(0, True), (2, False)], ids=["checkpointer", "folder"]
 )

@@ -71,7 +71,7 @@ def load(folder: str, size: int, level: str, steps: int) -> dict[str, Tensor]:
     ("saved", "level"),
     [
         (2, "optim_grads_params"),
-        (4, "optim"),
+        pytest.param(4, "optim", marks=pytest.mark.thorough),
         pytest.param(2, "no_shard", marks=pytest.mark.thorough),
         pytest.param(1, "optim_grads", marks=pytest.mark.thorough),
     ],

@@ -76,7 +76,6 @@ def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
 # left.
 LOSSES: list[tuple[int, tuple[int, ...], int, int, bool]] = [
     (1, (), 4, 1, True),
-    (1, (0,), 4, 1, True),
     (1, (1, 3), 4, 1, True),  # not neighbours
     (1, (2,), 3, 1, True),  # the nodes that are left, one with another number
     (1, (0, 2), 2, 1, True),
@@ -84,7 +83,6 @@ LOSSES: list[tuple[int, tuple[int, ...], int, int, bool]] = [
     (1, (), 4, 4, False),  # one node, which has the files of two ranks
     (1, (3, 0), 4, 1, False),  # neighbours
     (2, (0,), 4, 2, True),
-    (2, (1,), 4, 2, True),
 ]
 
 

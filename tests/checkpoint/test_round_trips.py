@@ -105,11 +105,11 @@ def weights_of(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.thorough)])
 def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
     ranks: Ranks, tmp_path: Path, every: int
 ) -> None:
-    configs = {world_size: each[::every] for world_size, each in all_configs().items()}
+    configs = {world_size: each[::-every] for world_size, each in all_configs().items()}
     assert every > 1 or {(c["strategy"], c["outer"]) for c in configs[4]} == set(PAIRS)
     expected: dict[str, Any] = {}
     for world_size, each in configs.items():

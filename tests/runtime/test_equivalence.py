@@ -83,7 +83,12 @@ def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
     ranks.run(compare, (strategy, outer), (2, 2), all_ways)
 
 
-@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=pytest.mark.thorough)])
+few_and_all_ways = pytest.mark.parametrize(
+    "all_ways", [False, pytest.param(True, marks=pytest.mark.thorough)]
+)
+
+
+@few_and_all_ways
 @pytest.mark.parametrize("strategy", LEVELS)
 def test_a_level_on_one_axis_trains_as_one_process_with_a_sharded_optimizer(
     ranks: Ranks, strategy: str, all_ways: bool
@@ -91,9 +96,12 @@ def test_a_level_on_one_axis_trains_as_one_process_with_a_sharded_optimizer(
     ranks.run(compare, (strategy, "no_shard"), (2,), all_ways, fe.shard_optimizer, world_size=2)
 
 
+@few_and_all_ways
 @pytest.mark.parametrize("strategy", LEVELS)
-def test_one_rank_alone_trains_as_plain_torch_does(ranks: Ranks, strategy: str) -> None:
-    ranks.run(compare, (strategy, strategy), (1, 1), True, world_size=1)
+def test_one_rank_alone_trains_as_plain_torch_does(
+    ranks: Ranks, strategy: str, all_ways: bool
+) -> None:
+    ranks.run(compare, (strategy, strategy), (1, 1), all_ways, world_size=1)
 
 
 @pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)

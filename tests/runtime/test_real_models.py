@@ -186,9 +186,9 @@ CASES: dict[str, Case] = {
         for name, make in habits.MODULATIONS.items()
     },
 }
-# Everything that depends on the recorded order, or on weights that are read without a call, is
-# tried at each level; of the others each level has a share.
-AT_EVERY_LEVEL = {
+# Each level has a share. What depends on the recorded order, or on weights that are read without a
+# call, is also tried at a level that gathers in backward and at one that does not.
+AT_MORE_LEVELS = {
     "called in some steps",
     "another order in every step",
     "hidden output",
@@ -204,7 +204,8 @@ AT_EVERY_LEVEL = {
             name,
             level,
             marks=()
-            if name in AT_EVERY_LEVEL or level == list(LEVELS)[-1 - number % 4]
+            if (name in AT_MORE_LEVELS and level in ("optim", "optim_grads_params"))
+            or level == list(LEVELS)[-1 - number % 4]
             else pytest.mark.thorough,
         )
         for number, name in enumerate(CASES)

@@ -132,7 +132,10 @@ def meta_model(num_params: int, num_units: int) -> nn.Module:
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("granule", [None, lambda name, param: param.shape[-1]])
+@pytest.mark.parametrize(
+    "granule",
+    [None, pytest.param(lambda name, param: param.shape[-1], marks=pytest.mark.thorough)],
+)
 def test_ten_thousand_parameters_are_planned_for_four_thousand_ranks(granule: Any) -> None:
     model = meta_model(10_000, 50)
     plan = plan_of(model, 4096, granule)

@@ -161,7 +161,9 @@ def test_training_proceeds_after_exceptions(level: str) -> None:
     assert_same_bits(scenario.but(before_step=fail).train(model, engine), scenario.sharded())
 
 
-@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "level", [pytest.param("no_shard", marks=pytest.mark.thorough), "optim_grads_params"]
+)
 @on_ranks(2)
 def test_memory_is_between_that_of_all_and_of_nothing(level: str) -> None:
     peaks = []

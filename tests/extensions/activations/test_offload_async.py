@@ -257,8 +257,15 @@ def simulated_gpt() -> nn.Module:
     return Transformer(6, dim=64)
 
 
-@pytest.mark.parametrize("in_flight", [None, 0])
-@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize(
+    ("level", "in_flight"),
+    [
+        ("optim_grads_params", 0),
+        pytest.param("optim_grads_params", None, marks=pytest.mark.thorough),
+        pytest.param("no_shard", None, marks=pytest.mark.thorough),
+        pytest.param("no_shard", 0, marks=pytest.mark.thorough),
+    ],
+)
 def test_simulated_memory_is_that_of_the_device(
     ranks: Ranks, level: str, in_flight: int | None
 ) -> None:
@@ -328,7 +335,13 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("wait", WAITS)
+# One of each kind always, the others in ``make test-all``.
+FEW_WAITS = ("for copies before memory is freed", "of copies for compute")
+
+
+@pytest.mark.parametrize(
+    "wait", [pytest.param(w, marks=() if w in FEW_WAITS else pytest.mark.thorough) for w in WAITS]
+)
 @on_ranks(1)
 def test_without_a_wait_training_is_wrong(wait: str) -> None:
     """The control of the others: they would notice."""

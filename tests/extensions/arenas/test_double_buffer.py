@@ -413,7 +413,9 @@ def test_evaluation_and_exceptions_are_served_from_the_arenas() -> None:
 
 @plans_addresses
 @on_ranks(2)
-@pytest.mark.parametrize("strategy", ["optim_grads", LEVEL_3])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("optim_grads", marks=pytest.mark.thorough), LEVEL_3]
+)
 def test_other_orders_are_served_by_ordinary_memory_until_the_arena_grows(strategy: str) -> None:
     model = Order(*FIVE)
     engine = fe.shard(model, strategy=strategy, config=PLANNED)

@@ -88,12 +88,14 @@ def check_nan(ddp: fe.DistributedDataParallel, plain: fe.DistributedDataParallel
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
-def test_check_for_nan_in_grad_raises_on_every_rank_at_every_level(level: str) -> None:
-    for overlap in (False, True):
-        check_nan(
-            wrapped(level, overlap=overlap, check_for_nan_in_grad=True, bucket_size=70),
-            wrapped(level, overlap=overlap, bucket_size=70),
-        )
+@pytest.mark.parametrize("overlap", [False, True])
+def test_check_for_nan_in_grad_raises_on_every_rank_at_every_level(
+    overlap: bool, level: str
+) -> None:
+    check_nan(
+        wrapped(level, overlap=overlap, check_for_nan_in_grad=True, bucket_size=70),
+        wrapped(level, overlap=overlap, bucket_size=70),
+    )
 
 
 @on_ranks(world_size=4)

@@ -74,12 +74,12 @@ def check(
 
 
 @pytest.mark.parametrize("policy", [None, BF16], ids=["fp64", "bf16"])
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
 def test_ranks_evaluate_different_numbers_of_batches(
-    policy: fe.MixedPrecisionPolicy | None,
+    level: str, policy: fe.MixedPrecisionPolicy | None
 ) -> None:
-    for level in LEVEL_NAMES:
-        check(level, [(2, 5), (0, 2), (3, 1), (1, 0), (0, 0)], policy=policy)
+    check(level, [(2, 5), (0, 2), (3, 1), (1, 0), (0, 0)], policy=policy)
 
 
 @on_ranks(2)

@@ -104,20 +104,22 @@ def trained_alone(options: Float8) -> Run:
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS)
+@pytest.mark.parametrize(
+    "options", [None, Float8("tensor"), Float8("block", power_of_two_scales=True)]
+)
 @on_ranks(4)
 def test_fp8_param_gather_trains_as_one_process_with_the_same_quantiser(
-    pair: tuple[str, str],
+    options: Float8 | None, pair: tuple[str, str]
 ) -> None:
-    for options in (None, Float8("tensor"), Float8("block", power_of_two_scales=True)):
-        rules = [] if options is None else [options]
-        given = {"config": Config(fp8_param_gather=True), "codec_rules": rules}
-        found = SCENARIO.but(pair=pair, mesh=mesh_of(2, 2), options=given).sharded()
-        expected = trained_alone(options or Float8())
-        for ours, theirs in zip(found.steps, expected.steps, strict=True):
-            assert abs(ours.loss - theirs.loss) < 2e-5, pair
-            for name, wanted in theirs.gradients.items():
-                # One weight in thousands may round to the other neighbour after a step.
-                assert reference.relative_error(ours.gradients[name], wanted) < 3e-2, name
+    rules = [] if options is None else [options]
+    given = {"config": Config(fp8_param_gather=True), "codec_rules": rules}
+    found = SCENARIO.but(pair=pair, mesh=mesh_of(2, 2), options=given).sharded()
+    expected = trained_alone(options or Float8())
+    for ours, theirs in zip(found.steps, expected.steps, strict=True):
+        assert abs(ours.loss - theirs.loss) < 2e-5, pair
+        for name, wanted in theirs.gradients.items():
+            # One weight in thousands may round to the other neighbour after a step.
+            assert reference.relative_error(ours.gradients[name], wanted) < 3e-2, name
 
 
 @on_ranks(2)

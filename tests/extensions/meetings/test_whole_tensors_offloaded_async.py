@@ -57,7 +57,14 @@ def differences_after_a_reset(pair: tuple[str, str], place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "level",
+    [
+        "optim",
+        "optim_grads_params",
+        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("no_shard", "optim_grads")),
+    ],
+)
 @on_ranks(2)
 def test_state_that_lies_elsewhere_may_be_reset(level: str, place: str) -> None:
     assert not differences_after_a_reset((level, "no_shard"), place)

@@ -61,7 +61,11 @@ def offloaded(
 
 @pytest.mark.parametrize(
     ("offloads", "on_meta", "pins"),
-    [("all", False, False), ("all", True, True), ("layers", False, True)],
+    [
+        ("all", True, False),
+        ("layers", False, True),
+        pytest.param("all", False, True, marks=pytest.mark.thorough),
+    ],
 )
 @on_ranks(2)
 def test_fsdp2s_offload_trains_as_torchs(offloads: str, on_meta: bool, pins: bool) -> None:

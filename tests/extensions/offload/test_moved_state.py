@@ -9,7 +9,7 @@ import torch
 
 import fsdp_engine as fe
 from tests.checkpoint import moved_state
-from tests.pool import on_few_ranks
+from tests.pool import on_ranks
 
 ON_DISK = fe.Offload("disk", tempfile.gettempdir())
 
@@ -22,7 +22,7 @@ def wrapped(parameters: Any) -> Any:
     return fe.shard_optimizer(adamw(parameters))
 
 
-@on_few_ranks
+@on_ranks(2)
 def test_offloaded_state_follows_its_parameter_and_is_resumed_or_refused_by_name() -> None:
     moved_state.check_wider_dtypes(wrapped, moved_state.MOVES, adamw, offload=ON_DISK)
     moved_state.check_plain_dict_state(fe.shard_optimizer, offload=ON_DISK)

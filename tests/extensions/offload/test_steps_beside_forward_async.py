@@ -28,7 +28,7 @@ from tests.pool import on_ranks
 ranks = device.ranks
 
 AFTER, BESIDE = "state on the host", "beside forward"
-SLOW = 8e-3  # seconds that a copy takes: steps then stay pending while the host continues
+SLOW = 5e-3  # seconds that a copy takes: steps then stay pending while the host continues
 
 
 def batch_of(seed: int) -> tuple[Tensor, ...]:
@@ -192,7 +192,9 @@ def differing(found: list[tuple[str, Tensor]], expected: list[tuple[str, Tensor]
     return [name for (name, one), (_, other) in pairs if not torch.equal(one, other)]
 
 
-@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize(
+    "level", [pytest.param("optim", marks=pytest.mark.thorough), "optim_grads_params"]
+)
 @on_ranks(1)
 def test_what_users_do_after_a_step_comes_after_it(level: str) -> None:
     found = after_steps(ACCESSES, BESIDE, level)
@@ -209,7 +211,14 @@ def begin_without_caller(self: StepBesideForward, ticket: Any) -> None:
     self._caller = self._compute
 
 
-@pytest.mark.parametrize("access", WAITING)
+# Of the engine, of slices, of gradients, and of another stream; the others in ``make test-all``.
+FEW_WAITING = ("full state", "clone slices", "change gradients", "on another stream")
+
+
+@pytest.mark.parametrize(
+    "access",
+    [pytest.param(a, marks=() if a in FEW_WAITING else pytest.mark.thorough) for a in WAITING],
+)
 @on_ranks(1)
 def test_accesses_without_a_wait_are_wrong(access: str) -> None:
     """The control of the accesses."""

@@ -57,8 +57,15 @@ def policies_of(place: str, pair: tuple[str, str]) -> tuple[fe.MixedPrecisionPol
 THOROUGH = pytest.mark.thorough
 
 
+# Where less or more lies elsewhere than with others.
+VARIANTS = ("rest on the host", "rest on a disk", "gradients on the host")
+SOME_AND_THOROUGH = [
+    pytest.param(place, marks=THOROUGH) if place in VARIANTS else place for place in OFFLOADS
+]
+
+
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=THOROUGH)])
-@pytest.mark.parametrize("place", OFFLOADS)
+@pytest.mark.parametrize("place", SOME_AND_THOROUGH)
 @on_ranks(2)
 def test_two_ranks_train_as_on_the_cpu_bit_for_bit(place: str, every_pair: bool) -> None:
     pairs = PAIRS if place in STATE else SHARDED_PAIRS
@@ -74,15 +81,23 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(place: str, every_pair: bool)
             assert max(counts) == (0 if place == "stepped on the host" else 2)
 
 
+@pytest.mark.parametrize(
+    ("places", "clips"),
+    [
+        (["beside forward", "all on the host"], True),
+        (["rest on a disk, state on the host"], False),
+        pytest.param([*STATE, *REST_ON_HOST], True, marks=THOROUGH),
+        pytest.param([*REST_ON_DISK], False, marks=THOROUGH),
+    ],
+)
 @on_ranks(2)
-def test_microbatches_train_as_without_an_offload() -> None:
+def test_microbatches_train_as_without_an_offload(places: list[str], clips: bool) -> None:
     """The CPU adds in another order: compared with the device."""
-    for places, clips in (((*STATE, *REST_ON_HOST), True), (REST_ON_DISK, False)):
-        options: Any = {"sizes": (2,), "num_micro": 3, "clips": clips}
-        expected = train(job(None, **options), on.NAME)
-        for place in places:
-            with random_delays(1), small_pieces():
-                assert not differences(train(job(place, **options), on.NAME), expected), place
+    options: Any = {"sizes": (2,), "num_micro": 3, "clips": clips}
+    expected = train(job(None, **options), on.NAME)
+    for place in places:
+        with random_delays(1), small_pieces():
+            assert not differences(train(job(place, **options), on.NAME), expected), place
 
 
 FEW = ("SGD", "Rprop", "AdamW-fused", "Lion")  # each at another level
@@ -186,7 +201,19 @@ LEFT_OUT: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@pytest.mark.parametrize(("place", "left_out"), LEFT_OUT)
+# One of each place always, the others in ``make test-all``.
+FEW_LEFT_OUT = [
+    ("state on the host", "take"),
+    ("stepped on the host", "wait"),
+    ("beside forward", "wait of gathers"),
+    ("all on a disk", "bring"),
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "left_out"),
+    [pytest.param(*key, marks=() if key in FEW_LEFT_OUT else THOROUGH) for key in LEFT_OUT],
+)
 @on_ranks(1)
 def test_without_a_wait_or_a_copy_training_is_wrong(place: str, left_out: str) -> None:
     """The control of the others: they would notice."""

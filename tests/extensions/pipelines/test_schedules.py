@@ -21,6 +21,8 @@ from tests.extensions.pipelines import scene
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
 
+every_level = pytest.mark.parametrize("level", scene.LEVELS)
+
 
 def compare(
     schedule: str,
@@ -61,17 +63,17 @@ def assert_trained(
 @pytest.mark.parametrize(
     "schedule", scene.marked(scene.SCHEDULES, default=["1F1B", "ZBVZeroBubble"])
 )
+@every_level
 @on_ranks(4)
-def test_every_level_trains_as_one_process(schedule: str) -> None:
-    for level in scene.LEVELS:
-        compare(schedule, level)
+def test_every_level_trains_as_one_process(schedule: str, level: str) -> None:
+    compare(schedule, level)
 
 
 @pytest.mark.parametrize("schedule", scene.SINGLE)
+@every_level
 @on_ranks(4)
-def test_a_stage_of_torch_trains_as_one_process(schedule: str) -> None:
-    for level in scene.LEVELS:
-        compare(schedule, level, stage_class=pipelining.PipelineStage)
+def test_a_stage_of_torch_trains_as_one_process(schedule: str, level: str) -> None:
+    compare(schedule, level, stage_class=pipelining.PipelineStage)
 
 
 # A backward in two parts is where a weight's uses matter.
@@ -81,7 +83,7 @@ def test_a_stage_of_torch_trains_as_one_process(schedule: str) -> None:
 )
 @on_ranks(4)
 def test_tied_unused_frozen_and_parametrized_weights_in_a_stage(schedule: str, what: str) -> None:
-    for level in scene.LEVELS:
+    for level in scene.LEVELS[::3]:
         compare(schedule, level, what=what)
 
 
@@ -101,29 +103,31 @@ def test_two_data_parallel_axes(schedule: str) -> None:
         compare(schedule, level, outer, data_shape=(2, 2))
 
 
+@pytest.mark.parametrize(
+    "level", [pytest.param("no_shard", marks=pytest.mark.thorough), "optim_grads_params"]
+)
 @on_ranks(4)
-def test_steps_of_a_schedule_accumulate_within_no_sync() -> None:
-    for level in scene.LEVELS[::3]:
-        pipeline = scene.make_pipeline("InterleavedZeroBubble", level)
-        once = scene.make_pipeline("InterleavedZeroBubble", level)
-        first, second = itertools.islice(scene.batches(2), 2)
-        with contextlib.ExitStack() as stack:
-            for engine in pipeline.engines:
-                stack.enter_context(engine.no_sync())
-            pipeline.schedule.scale_grads = False
-            pipeline.step(*first)
-        pipeline.step(*second)
-        once.schedule.scale_grads = False
-        once.step(*first)
-        found = [p.grad for module in once.modules for p in module.parameters()]
-        found = [None if each is None else each.clone() for each in found]
-        for engine in once.engines:
-            engine.zero_grad_buffer(zero=False)
-        once.step(*second)
-        wanted = [p.grad for module in once.modules for p in module.parameters()]
-        total = [p.grad for module in pipeline.modules for p in module.parameters()]
-        for one, two, both in zip(found, wanted, total, strict=True):
-            torch.testing.assert_close(reference.held(one + two), reference.held(both))
+def test_steps_of_a_schedule_accumulate_within_no_sync(level: str) -> None:
+    pipeline = scene.make_pipeline("InterleavedZeroBubble", level)
+    once = scene.make_pipeline("InterleavedZeroBubble", level)
+    first, second = itertools.islice(scene.batches(2), 2)
+    with contextlib.ExitStack() as stack:
+        for engine in pipeline.engines:
+            stack.enter_context(engine.no_sync())
+        pipeline.schedule.scale_grads = False
+        pipeline.step(*first)
+    pipeline.step(*second)
+    once.schedule.scale_grads = False
+    once.step(*first)
+    found = [p.grad for module in once.modules for p in module.parameters()]
+    found = [None if each is None else each.clone() for each in found]
+    for engine in once.engines:
+        engine.zero_grad_buffer(zero=False)
+    once.step(*second)
+    wanted = [p.grad for module in once.modules for p in module.parameters()]
+    total = [p.grad for module in pipeline.modules for p in module.parameters()]
+    for one, two, both in zip(found, wanted, total, strict=True):
+        torch.testing.assert_close(reference.held(one + two), reference.held(both))
 
 
 @on_ranks(4)

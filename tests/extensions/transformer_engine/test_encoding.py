@@ -115,36 +115,36 @@ PAIRS = [("no_shard", "no_shard"), ("optim", "optim"), (CUT, "optim")]
 
 
 @every_recipe
+@pytest.mark.parametrize("levels", PAIRS, ids="-".join)
 @on_ranks(4)
 def test_modules_have_their_parameter_over_the_engine_s_bytes_and_no_others_are_written(
-    recipe: str,
+    recipe: str, levels: tuple[str, str]
 ) -> None:
     known = KNOWN[recipe]
-    for pair in PAIRS:
-        model = make_stack(recipe)
-        own = {layer: layer.weight for layer in quantised_layers(model).values()}
-        scales = [(w, name, getattr(w, name)) for w in own.values() for name in known.scales]
-        with Guards() as guards:
-            engine = fe.shard(model, mesh_of(2, 2), *pair)
-        watch = Watch(model, engine)
-        storages = {
-            encoding.full.target.tensor.untyped_storage()._cdata
-            for buffer in engine.buffers
-            for encoding in getattr(buffer.weights, "_encodings", ())
-        }
+    model = make_stack(recipe)
+    own = {layer: layer.weight for layer in quantised_layers(model).values()}
+    scales = [(w, name, getattr(w, name)) for w in own.values() for name in known.scales]
+    with Guards() as guards:
+        engine = fe.shard(model, mesh_of(2, 2), *levels)
+    watch = Watch(model, engine)
+    storages = {
+        encoding.full.target.tensor.untyped_storage()._cdata
+        for buffer in engine.buffers
+        for encoding in getattr(buffer.weights, "_encodings", ())
+    }
 
-        def look(layer: Any, args: Any, own: Any = own, storages: Any = storages) -> None:
-            assert layer.weight is own[layer]
-            for name in known.encodings:
-                assert getattr(layer.weight, name).untyped_storage()._cdata in storages
+    def look(layer: Any, args: Any) -> None:
+        assert layer.weight is own[layer]
+        for name in known.encodings:
+            assert getattr(layer.weight, name).untyped_storage()._cdata in storages
 
-        for layer in own:
-            layer.register_forward_pre_hook(look)
-        with guards:
-            watch.train(scenario_of(recipe, steps=2, microbatches=1))
-        assert all(getattr(weight, name) is scale for weight, name, scale in scales)
-        assert len(guards.shards) == 2 * len(known.encodings)  # of each block
-        assert guards.are_intact(), pair
-        assert all(shard[NUM_GUARDS:-NUM_GUARDS].any() for shard in guards.shards)
-        guards.shards[-1][-NUM_GUARDS] += 1
-        assert not guards.are_intact()
+    for layer in own:
+        layer.register_forward_pre_hook(look)
+    with guards:
+        watch.train(scenario_of(recipe, steps=2, microbatches=1))
+    assert all(getattr(weight, name) is scale for weight, name, scale in scales)
+    assert len(guards.shards) == 2 * len(known.encodings)  # of each block
+    assert guards.are_intact()
+    assert all(shard[NUM_GUARDS:-NUM_GUARDS].any() for shard in guards.shards)
+    guards.shards[-1][-NUM_GUARDS] += 1
+    assert not guards.are_intact()

@@ -201,18 +201,20 @@ REFUSED: dict[Callable[[Model], object], str] = {
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
-def test_edits_that_cannot_be_written_back_raise_on_all_ranks(dtype: torch.dtype | None) -> None:
+def test_edits_that_cannot_be_written_back_raise_on_all_ranks(
+    level: str, dtype: torch.dtype | None
+) -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
-    for level in LEVELS:
-        for edit, message in REFUSED.items():
-            torch.manual_seed(0)
-            model = Model()
-            engine = fe.shard(model, strategy=level, mp_policy=policy)
-            before = full_weights(model)
-            with pytest.raises((ValueError, RuntimeError), match=message), engine.unsharded():
-                edit(model)
-            if level != "no_shard":  # where full weights are the main weights
-                after = full_weights(model)
-                assert_same({name: after[name] for name in before}, before)
-            model(TOKENS).sum().backward()
+    for edit, message in REFUSED.items():
+        torch.manual_seed(0)
+        model = Model()
+        engine = fe.shard(model, strategy=level, mp_policy=policy)
+        before = full_weights(model)
+        with pytest.raises((ValueError, RuntimeError), match=message), engine.unsharded():
+            edit(model)
+        if level != "no_shard":  # where full weights are the main weights
+            after = full_weights(model)
+            assert_same({name: after[name] for name in before}, before)
+        model(TOKENS).sum().backward()

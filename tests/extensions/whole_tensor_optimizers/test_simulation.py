@@ -70,7 +70,7 @@ def test_a_plan_takes_it() -> None:
     planning = fe.plan(
         build,
         torch.zeros(8, WIDTH),
-        world_size=4,
+        world_size=2,
         checkpointing=(False,),
         optimizer=muon,
         loss=lambda output: output.square().mean(),

@@ -316,7 +316,7 @@ def test_what_users_do_is_as_in_one_process(use: Callable[[Side], Any]) -> None:
     assert_alike(use, USES[use])
 
 
-@pytest.mark.parametrize("level", [CUT, "optim"])
+@pytest.mark.parametrize("level", [CUT, pytest.param("optim", marks=pytest.mark.thorough)])
 @on_ranks(4)
 def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: str) -> None:
     def model() -> nn.Module:

@@ -200,7 +200,10 @@ def test_weights_that_ranks_write_differently_raise_and_so_does_other_memory() -
             engine.reset()
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "level",
+    [pytest.param(e, marks=pytest.mark.thorough) if e in LEVELS[1:3] else e for e in LEVELS],
+)
 @on_ranks(2)
 def test_a_weight_that_one_rank_writes_raises_on_all(level: str) -> None:
     model, _ = hooked(write_on_one_rank, strategy=level)
