@@ -228,9 +228,8 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-# Others have the same dtypes, levels, optimizer or settings, one or two of them each.
-REPEATED = {"bf16", "divisor in float64", "adamw", "no_shard", "optim_grads"}
-REPEATED |= {"functions of torch", "checkpoint wrapper of kept parameters"}
+# "bf16, rest in fp32", "divisor" and, with AdamW, ``test_compile.py`` are beside them.
+REPEATED = {"bf16", "divisor in float64", "adamw"}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ NETWORK = network(0.5)
 BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
 LEVEL_2, LEVEL_3 = ("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")
 
-# Others that wait less or as long.
+# Of the ordinary tests: weights that stay whole, and cut ones on two axes.
 TWO_PAIRS = [("optim", "optim"), ("optim_grads_params", "optim_grads")]
 # Budget, whether there is an embedding, microbatches: each value with each of another column's
 # once, at least.
