@@ -124,7 +124,6 @@ def save_with_a_copy_that_races(folder: str) -> None:
     assert any(race_shows(f"{folder}/{delay}", delay) for delay in (1e-3, 1e-2, 5e-2))
 
 
-@pytest.mark.thorough
 def test_a_save_whose_copy_does_not_wait_for_the_stream_is_seen(
     ranks: Ranks, tmp_path: Path
 ) -> None:
