@@ -9,7 +9,7 @@ those in ``SPARED_PAIRS`` are thorough where the test has others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +17,12 @@ import pytest
 from tests.pairs import SPARED_PAIRS
 
 Case = Sequence[Hashable]
+
+
+def thorough_but(ordinary: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Values for ``parametrize``; those that are not ``ordinary`` are thorough."""
+    thorough = pytest.mark.thorough
+    return [pytest.param(each, marks=() if each in ordinary else thorough) for each in values]
 
 
 def left_of_matrices(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:

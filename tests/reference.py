@@ -243,7 +243,6 @@ def train_sharded(
     loss_of: LossOf = loss_of,
     before_step: BeforeStep = nothing,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    no_sync: bool = True,
 ) -> list[Step]:
     """Trains ``model``, already sharded by ``engine``, on this rank's part of ``data``.
 
@@ -253,7 +252,6 @@ def train_sharded(
         loss_of: The loss of a batch.
         before_step: Called before each step.
         around: Makes a context for each microbatch, such as a context of the engine.
-        no_sync: Whether microbatches before the last run within ``engine.no_sync()``.
     """
     optimizer = make_optimizer(model.parameters())
     wrap_optimizer(optimizer)
@@ -263,7 +261,7 @@ def train_sharded(
         before_step(model, number)
         loss = torch.zeros(())
         for index, parts in enumerate(microbatches):
-            delays = no_sync and index < len(microbatches) - 1
+            delays = index < len(microbatches) - 1
             with around(), engine.no_sync() if delays else nullcontext():
                 part_loss = loss_of(model, parts[rank]) / len(microbatches)
                 part_loss.backward()

@@ -14,7 +14,6 @@ Every rank calls the same. Without a process group there is one rank.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -88,7 +87,6 @@ class Scenario:
         loss_of: The loss of a model and a batch.
         before_step: Called with the model and the number of the step.
         around: Makes a context for each microbatch of the sharded model from its engine.
-        no_sync: Whether microbatches before the last run within ``engine.no_sync()``.
         compute_dtype: Of forward and backward in the one process, or dtypes by parameter name.
         tolerance: Largest error of the first step, relative to the tensor's largest element.
         later: The same of the other steps; None: ``tolerance``.
@@ -110,7 +108,6 @@ class Scenario:
     loss_of: LossOf = reference.loss_of
     before_step: BeforeStep = reference.nothing
     around: Callable[[Any], AbstractContextManager[Any]] = lambda engine: nullcontext()
-    no_sync: bool = True
     compute_dtype: torch.dtype | dict[str, torch.dtype] | None = None
     tolerance: float = 2e-5
     later: float | None = None
@@ -175,7 +172,6 @@ class Scenario:
             loss_of=self.loss_of,
             before_step=self.before_step,
             around=lambda: self.around(engine),
-            no_sync=self.no_sync,
         )
         return Run(steps, model, engine, make(()))
 
@@ -202,40 +198,3 @@ def assert_same_bits(run: Run, expected: Run) -> None:
     for name, value in state.items():
         same = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
         assert same, f"{name}: {found[name]}, expected {value}"
-
-
-def assert_trains_alike(
-    model: nn.Module,
-    make_batch: Callable[[int, int], reference.Batch],
-    strategy: str = "optim_grads_params",
-    outer: str = "no_shard",
-    *,
-    mesh: Any = None,
-    num_steps: int = 2,
-    num_microbatches: int = 2,
-    make_optimizer: OptimizerMaker = reference.sgd,
-    max_norm: float = 1.0,
-    tolerance: float = 2e-5,
-    later: float | None = None,
-    compute_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
-    before_step: BeforeStep = reference.nothing,
-    **options: Any,
-) -> Any:
-    """:meth:`Scenario.check` with a model that exists, which is sharded; returns the engine."""
-    models = iter([copy.deepcopy(model), model])
-    scenario = Scenario(
-        model=lambda: next(models),
-        batch=make_batch,
-        pair=(strategy, outer),
-        mesh=mesh,
-        options=options,
-        optimizer=make_optimizer,
-        steps=num_steps,
-        microbatches=num_microbatches,
-        max_norm=max_norm,
-        compute_dtype=compute_dtype,
-        tolerance=tolerance,
-        later=later,
-        before_step=before_step,
-    )
-    return scenario.check().engine

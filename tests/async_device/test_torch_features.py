@@ -31,7 +31,7 @@ from tests.async_device.scene import (
     train,
 )
 from tests.fsdp2 import programs
-from tests.models import DIM, Chain, Mlp, Transformer, vector_batch
+from tests.models import DIM, Block, Chain, Mlp, Transformer, vector_batch
 from tests.pool import on_ranks
 
 ranks = device.ranks
@@ -154,9 +154,12 @@ class Recomputed(nn.Module):
 
 
 @pytest.mark.parametrize("level", FULL_AND_THOROUGH)
+@pytest.mark.parametrize(
+    "blocks", [(Mlp, Dropping), pytest.param((Block,), marks=pytest.mark.thorough)]
+)
 @on_ranks(2)
-def test_activations_that_are_computed_again_change_no_bit(level: str) -> None:
-    for block in (Mlp, Dropping):
+def test_activations_that_are_computed_again_change_no_bit(level: str, blocks: Any) -> None:
+    for block in blocks:
         plain, *others = [
             Job(partial(Recomputed, kind, block), vector_batch, (level, "no_shard"), num_micro=1)
             for kind in ("plain", "reentrant", "not_reentrant")

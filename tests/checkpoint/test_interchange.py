@@ -88,8 +88,9 @@ def load_here(folder: str, strategy: str, tied: bool, expected: dict[str, Any]) 
     return lines + different(contents(model, optimizer), expected)
 
 
+@pytest.mark.parametrize("number", [4, pytest.param(2, marks=pytest.mark.thorough)])
 def test_an_unsharded_and_an_fsdp2_model_load_what_was_saved_here(
-    ranks: Ranks, tmp_path: Path
+    ranks: Ranks, tmp_path: Path, number: int
 ) -> None:
     for world_size, tied in ((0, False), (2, True)):
         folder = tmp_path / str(world_size)
@@ -98,9 +99,9 @@ def test_an_unsharded_and_an_fsdp2_model_load_what_was_saved_here(
             model = plain(5, tied)
             found = load_elsewhere(str(place), model, two_groups(model, lr=0.5))
             assert different(found, expected) == []
-            for number in () if tied else (4,):
-                for found in ranks.run(load_into_fsdp2, str(place), world_size=number):
-                    assert different(found, expected) == []
+            call = (load_into_fsdp2, str(place))
+            for found in () if tied else ranks.run(*call, world_size=number):
+                assert different(found, expected) == []
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,14 @@ LOSSES: list[tuple[int, tuple[int, ...], int, int, bool]] = [
     (1, (3, 0), 4, 1, False),  # neighbours
     (2, (0,), 4, 2, True),
 ]
+MORE_LOSSES = [(1, (0,), 4, 1, True), (2, (1,), 4, 2, True)]
 
 
 @pytest.mark.filterwarnings("ignore:.*of rank 0")
-def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "losses", [LOSSES, pytest.param(MORE_LOSSES, marks=pytest.mark.thorough)], ids=["few", "more"]
+)
+def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path, losses: Any) -> None:
     saved = {number: tmp_path / f"by {number}" for number in (1, 2)}
     expected = {
         number: ranks.run(save_local, str(folder), number)[0] for number, folder in saved.items()
@@ -98,7 +102,7 @@ def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path) ->
         for node in saved[1].iterdir()
     }
     assert files == {f"node{n}": sorted({str(n), str((n - 1) % 4)}) for n in range(4)}
-    for number, (by, lost, world_size, ranks_per_node, is_whole) in enumerate(LOSSES):
+    for number, (by, lost, world_size, ranks_per_node, is_whole) in enumerate(losses):
         root = tmp_path / str(number)
         left = [node for node in sorted(saved[by].iterdir()) if int(node.name[-1]) not in lost]
         for place, node in enumerate(left):

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -58,9 +59,12 @@ def test_shape_placements_and_mesh() -> None:
     assert norm.placements[1] == Replicate()
 
 
+@pytest.mark.parametrize(
+    "levels", [("no_shard", CUT[1]), pytest.param(CUT[:1], marks=pytest.mark.thorough)]
+)
 @on_ranks(4)
-def test_values_are_those_of_one_tensor() -> None:
-    for level in ("no_shard", CUT[1]):
+def test_values_are_those_of_one_tensor(levels: tuple[str, ...]) -> None:
+    for level in levels:
         model, engine = both(level, **UNEVEN)
         state = engine.full_state_dict()
         assert_same_values(model, engine)

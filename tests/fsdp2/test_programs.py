@@ -29,6 +29,7 @@ from tests.fsdp2.programs import (
     seeded,
     sgd,
 )
+from tests.matrices import thorough_but
 from tests.pool import on_ranks
 
 # Its two steps have three microbatches.
@@ -232,13 +233,7 @@ PROGRAMS: dict[str, Program] = {
 REPEATED = {"bf16", "divisor in float64", "adamw"}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough if name in REPEATED else ())
-        for name in PROGRAMS
-    ],
-)
+@pytest.mark.parametrize("name", thorough_but({*PROGRAMS} - REPEATED, PROGRAMS))
 @on_ranks(2)
 def test_results_are_those_of_fsdp2(name: str) -> None:
     PROGRAMS[name].check()

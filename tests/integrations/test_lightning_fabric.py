@@ -52,9 +52,13 @@ def train(
     return losses
 
 
+WAYS: list[dict[str, Any]] = [{"max_norm": 0.1}, {"clip_val": 0.01}, {"every": 2}]
+
+
+@pytest.mark.parametrize("ways", [WAYS, pytest.param([{}], marks=pytest.mark.thorough)])
 @on_ranks(2)
-def test_training_is_that_of_ddp_also_in_other_precisions() -> None:
-    for options in ({"max_norm": 0.1}, {"clip_val": 0.01}, {"every": 2}):
+def test_training_is_that_of_ddp_also_in_other_precisions(ways: list[dict[str, Any]]) -> None:
+    for options in ways:
         ddp, together = make_fabric(strategy="ddp"), make_fabric(strategy="fsdp_engine")
         apart = make_fabric("optim_grads")
         expected = pytest.approx(train(ddp, *build(ddp), **options), rel=1e-5)

@@ -70,7 +70,7 @@ def compare(rows: list[tuple[str, str]], limit: float) -> None:
 
 
 thorough = pytest.mark.thorough
-MORE = f"{OVERLAP} --ddp-num-buckets 3"
+MORE = f"{OVERLAP} --ddp-num-buckets 3 --num-layers 2"
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ def planned(make: Any = build, **options: Any) -> fe.StrategyPlan:
     return quick_plan(make, token_batch(32, 0), **given)
 
 
-def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path) -> None:
-    eager, compiled = planned(fitting=2), planned(compile=True, fitting=2)
+@pytest.mark.parametrize("few", [{"fitting": 2}, pytest.param({}, marks=pytest.mark.thorough)])
+def test_rows_of_compiled_blocks_are_faster_and_hold_less(tmp_path: Path, few: Any) -> None:
+    eager, compiled = planned(**few), planned(compile=True, **few)
     before = {each.candidate: each for each in eager.outcomes}
     assert {each.checkpointing for each in before} == {False, True}
     assert before.keys() == {each.candidate for each in compiled.outcomes}

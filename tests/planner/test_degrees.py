@@ -58,9 +58,9 @@ def only(degree: int) -> fe.StrategyPlan:
 
 
 @functools.cache
-def shared() -> fe.StrategyPlan:
-    """Level 3 with two context-parallel ranks, on two axes."""
-    return plan(context_parallel=2, meshes=[(2, 2)], fitting=1)
+def shared(*mesh: int) -> fe.StrategyPlan:
+    """Level 3 with two context-parallel ranks, on two axes or on ``mesh``."""
+    return plan(context_parallel=2, meshes=[mesh or (2, 2)], fitting=1)
 
 
 def degrees_of(planning: fe.StrategyPlan) -> set[int]:
@@ -90,11 +90,18 @@ def test_degrees_are_those_that_fit_a_node_and_the_models_heads(simulated: list[
     assert degrees_of(found) == {1, 2}
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
-def test_a_degree_is_simulated_as_by_itself(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("tensor_parallel", ()),
+        ("context_parallel", ()),
+        pytest.param("context_parallel", (WORLD,), marks=pytest.mark.thorough),
+    ],
+)
+def test_a_degree_is_simulated_as_by_itself(name: str, mesh: tuple[int, ...]) -> None:
     """Also a mesh that equals that of an earlier simulation, whose process groups are gone."""
     hook = sys.excepthook
-    for outcome in only(2).outcomes if name == "tensor_parallel" else shared().outcomes:
+    for outcome in only(2).outcomes if name == "tensor_parallel" else shared(*mesh).outcomes:
         candidate = outcome.candidate
         assert is_quick(candidate)
         assert candidate.data_parallel * candidate.tensor_parallel == WORLD

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.planner import job
 from fsdp_engine.planner.fewer_blocks import Repeated, find_repeated
+from tests.matrices import thorough_but
 from tests.planner.made_plans import Words, quick_plan, words
 
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -56,10 +57,7 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name == "quick" else pytest.mark.thorough) for name in JOBS],
-)
+@pytest.mark.parametrize("name", thorough_but(["quick"], JOBS))
 def test_a_deep_model_has_the_rows_of_all_of_its_blocks(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,8 +77,13 @@ class Small(nn.Module):
         return x.sum()
 
 
+with_recomputation = pytest.mark.parametrize(
+    "ways", [(False,), pytest.param((False, True), marks=pytest.mark.thorough)]
+)
+
+
 @cache
-def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
+def planned(ways: tuple[bool, ...] = (False,)) -> tuple[fe.StrategyPlan, fe.Simulation]:
     """A simulated plan on two axes, and the step of its choice."""
     machine = replace(fe.H100, between_nodes=replace(fe.H100.between_nodes, bandwidth=1e8))
     planning = fe.plan(
@@ -86,7 +91,7 @@ def planned() -> tuple[fe.StrategyPlan, fe.Simulation]:
         world_size=16,
         machine=machine,
         meshes=[(2, 8)],
-        checkpointing=(False,),
+        checkpointing=ways,
         options=fe.Options(min_unit_size=0),
     )
     assert planning.simulate is not None
@@ -111,8 +116,9 @@ def test_it_is_one_valid_file_without_network_access(tmp_path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
 
 
-def test_it_is_readable_without_its_script() -> None:
-    planning, step = planned()
+@with_recomputation
+def test_it_is_readable_without_its_script(ways: tuple[bool, ...]) -> None:
+    planning, step = planned(ways)
     page = Document(page_of(planning, step))
     texts = [text.strip() for text in page.texts]
     for line in advice(planning.setting, planning.outcomes, planning.trials).splitlines():
@@ -130,8 +136,9 @@ def test_it_is_readable_without_its_script() -> None:
     assert all("hidden" in each for each in page.all("div") if each.get("class") == "zoom")
 
 
-def test_the_timeline_has_lanes_units_and_waits_in_their_colours() -> None:
-    planning, step = planned()
+@with_recomputation
+def test_the_timeline_has_lanes_units_and_waits_in_their_colours(ways: tuple[bool, ...]) -> None:
+    planning, step = planned(ways)
     page = Document(page_of(planning, step))
     texts = "\n".join(page.texts)
     for lane in step.message_seconds:

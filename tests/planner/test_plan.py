@@ -44,10 +44,13 @@ def batch(size: int = ROWS) -> Tensor:
     return words(size)
 
 
+WAYS = [(False,), pytest.param((False, True), marks=pytest.mark.thorough)]
+
+
 @functools.cache
-def planned() -> fe.StrategyPlan:
+def planned(checkpointing: tuple[bool, ...] = (False,)) -> fe.StrategyPlan:
     """Of the model above, its blocks apart, with memory for all."""
-    given = {"memory": 2.0**30, "checkpointing": (False,), **OPTIONS}
+    given = {"memory": 2.0**30, "checkpointing": checkpointing, **OPTIONS}
     return fe.plan(build, batch, world_size=WORLD, machine=MACHINE, **given)
 
 
@@ -101,8 +104,10 @@ def test_meshes_that_fit() -> None:
         assert fitting_meshes(world, node) == expected
 
 
-def test_an_outcome_equals_its_simulation() -> None:
-    for outcome in planned().outcomes[::11]:
+@pytest.mark.parametrize("ways", WAYS)
+def test_an_outcome_equals_its_simulation(ways: tuple[bool, ...]) -> None:
+    planning = planned(ways)
+    for outcome in planning.outcomes[::11]:
         found = simulated(build, outcome.candidate, batch(), machine=MACHINE, **OPTIONS)
         assert outcome.times is not None
         assert (outcome.times.step, outcome.memory) == (found.seconds, found.memory)
@@ -110,21 +115,22 @@ def test_an_outcome_equals_its_simulation() -> None:
         assert sum(outcome.times.shares().values()) == pytest.approx(1.0)
         assert outcome.items == WORLD * ROWS * LENGTH
         assert outcome.rate == outcome.items / found.seconds
-    assert planned().simulate is not None
-    chosen = planned().outcomes[0]
-    again = planned().simulate(chosen.candidate)
+    assert planning.simulate is not None
+    chosen = planning.outcomes[0]
+    again = planning.simulate(chosen.candidate)
     assert isinstance(again, Simulation)
     assert again.spans
     assert again.seconds == chosen.times.step
-    trials = {each.change: each for each in planned().trials}
+    trials = {each.change: each for each in planning.trials}
     twice = simulated(build, chosen.candidate, batch(2 * ROWS), machine=MACHINE, **OPTIONS)
     rate = 2 * chosen.items / twice.seconds
     assert trials["a microbatch twice as large"].speedup == pytest.approx(rate / chosen.rate)
     assert trials["4 microbatches a step"].speedup > 1
 
 
-def test_bytes_sent_are_those_of_the_formulas() -> None:
-    for outcome in planned().outcomes:
+@pytest.mark.parametrize("ways", WAYS)
+def test_bytes_sent_are_those_of_the_formulas(ways: tuple[bool, ...]) -> None:
+    for outcome in planned(ways).outcomes:
         candidate = outcome.candidate
         formula = estimate(
             build(),

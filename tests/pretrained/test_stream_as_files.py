@@ -15,6 +15,7 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint.pieces import Pieces
 from fsdp_engine.pretrained import streamed_tensors
 from fsdp_engine.pretrained import weight_version as version_file
+from tests.matrices import thorough_but
 from tests.models import Chain, Mlp
 from tests.pool import Ranks, on_few_ranks
 from tests.pretrained.families import FAMILIES, build, builder
@@ -52,13 +53,7 @@ def streamed(family: str, folder: str, level: str) -> None:
         dist.barrier()
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(each, marks=() if each in ("mixtral", "llama tied") else pytest.mark.thorough)
-        for each in FAMILIES
-    ],
-)
+@pytest.mark.parametrize("family", thorough_but(["mixtral", "llama tied"], FAMILIES))
 def test_a_receiver_has_what_files_have(ranks: Ranks, tmp_path: Path, family: str) -> None:
     torch.manual_seed(0)
     for world_size, level in ((1, "no_shard"), (2, "optim_grads_params")):

@@ -11,28 +11,17 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import fsdp_engine as fe
 from tests import reference
 from tests.comm.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Layers, config_of
+from tests.models import Dot
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
 from tests.training import mesh_of
 
 NUMEL = 256
-
-
-class Dot(nn.Module):
-    """The gradient of ``weight`` is the input itself: a factor that is lost shows exactly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(NUMEL))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 def assert_accumulates(ddp: fe.DistributedDataParallel, *numbers: float) -> None:
@@ -60,12 +49,12 @@ def test_one_over_dp_lost_or_only_the_last_microbatchs_gradient_kept_in_hfsdp(
 ) -> None:
     for pair in FEW_PAIRS:
         config = config_of(*pair, overlap=overlap)
-        ddp = fe.DistributedDataParallel(Dot(), config, mesh_of(2, 2))
+        ddp = fe.DistributedDataParallel(Dot(NUMEL), config, mesh_of(2, 2))
         assert_accumulates(ddp, 1.0)
         assert_accumulates(ddp, 1.0, 8.0, 64.0)
     for shape in ((4, 1), (1, 4)):  # gradients doubled on an axis of one rank
         config = config_of("optim_grads_params", overlap=overlap)
-        ddp = fe.DistributedDataParallel(Dot(), config, mesh_of(*shape))
+        ddp = fe.DistributedDataParallel(Dot(NUMEL), config, mesh_of(*shape))
         assert_accumulates(ddp, 1.0, 2.0, 4.0)
 
 

@@ -22,6 +22,7 @@ from fsdp_engine.terminal import format_bytes
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import Job, differences, on_device, random_delays, step_by_step, train
+from tests.matrices import thorough_but
 from tests.models import Transformer, token_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_ranks
@@ -339,9 +340,7 @@ WAITS = {
 FEW_WAITS = ("for copies before memory is freed", "of copies for compute")
 
 
-@pytest.mark.parametrize(
-    "wait", [pytest.param(w, marks=() if w in FEW_WAITS else pytest.mark.thorough) for w in WAITS]
-)
+@pytest.mark.parametrize("wait", thorough_but(FEW_WAITS, WAITS))
 @on_ranks(1)
 def test_without_a_wait_training_is_wrong(wait: str) -> None:
     """The control of the others: they would notice."""

@@ -16,6 +16,7 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.checks import gradient_checks
 from tests.megatron.configs import LEVEL_NAMES, config_of
 from tests.messages import Messages
+from tests.models import Dot
 from tests.pool import on_ranks
 from tests.reference import full_gradients
 from tests.training import mesh_of
@@ -184,20 +185,9 @@ def test_check_for_nan_in_grad_raises_in_backward_of_shard_and_reset_goes_on() -
     assert_same_state(engine.full_state_dict(), other.engine.full_state_dict())
 
 
-class Dot(nn.Module):
-    """The gradient of ``weight`` is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
 def dot(level: str, **fields: Any) -> fe.DistributedDataParallel:
     fields = {"check_for_large_grads": True, **fields}
-    return fe.DistributedDataParallel(Dot(), config_of(level, **fields))
+    return fe.DistributedDataParallel(Dot(64), config_of(level, **fields))
 
 
 def warnings_of(ddp: fe.DistributedDataParallel, value: float) -> list[str]:

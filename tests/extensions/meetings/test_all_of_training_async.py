@@ -37,6 +37,7 @@ from tests.async_device.scene import (
 )
 from tests.composition import tensor_parallel
 from tests.extensions.pipelines import scene as pipelines
+from tests.matrices import thorough_but
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import PAIRS
 from tests.pool import Ranks, on_ranks
@@ -132,10 +133,7 @@ def check_feature(feature: str, pair: tuple[str, str], sizes: tuple[int, ...]) -
     assert not compare(job, rounding if sizes == (2, 2) else 0.0)
 
 
-@pytest.mark.parametrize(
-    "feature",
-    [pytest.param(f, marks=() if f in ORDINARY else pytest.mark.thorough) for f in FEATURES],
-)
+@pytest.mark.parametrize("feature", thorough_but(ORDINARY, FEATURES))
 @pytest.mark.parametrize(
     ("pair", "sizes"),
     [

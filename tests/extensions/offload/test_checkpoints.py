@@ -185,6 +185,7 @@ def save_and_load_on_the_device(folder: str, level: str, places: list[str | None
     [
         ("no_shard", ["state on the host", None]),
         ("optim_grads_params", ["all on a disk", "all on the host"]),
+        pytest.param("optim_grads_params", ["all on a disk", None], marks=pytest.mark.thorough),
     ],
 )
 def test_saving_and_loading_bring_no_state_to_the_device(

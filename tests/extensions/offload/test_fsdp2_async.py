@@ -64,7 +64,10 @@ def offloaded(
     [
         ("all", True, False),
         ("layers", False, True),
-        pytest.param("all", False, True, marks=pytest.mark.thorough),
+        *(
+            pytest.param("all", *each, marks=pytest.mark.thorough)
+            for each in ((False, True), (False, False), (True, True))
+        ),
     ],
 )
 @on_ranks(2)

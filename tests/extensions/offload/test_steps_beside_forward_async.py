@@ -22,6 +22,7 @@ from tests.async_device.scene import on_device, state_of
 from tests.async_device.waits import memory_is_overwritten
 from tests.extensions.offload.device_jobs import job, trained
 from tests.extensions.offload.offloaded import FULL, offloadings_of
+from tests.matrices import thorough_but
 from tests.models import vector_batch
 from tests.pool import on_ranks
 
@@ -215,10 +216,7 @@ def begin_without_caller(self: StepBesideForward, ticket: Any) -> None:
 FEW_WAITING = ("full state", "clone slices", "change gradients", "on another stream")
 
 
-@pytest.mark.parametrize(
-    "access",
-    [pytest.param(a, marks=() if a in FEW_WAITING else pytest.mark.thorough) for a in WAITING],
-)
+@pytest.mark.parametrize("access", thorough_but(FEW_WAITING, WAITING))
 @on_ranks(1)
 def test_accesses_without_a_wait_are_wrong(access: str) -> None:
     """The control of the accesses."""

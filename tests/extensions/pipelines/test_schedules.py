@@ -81,9 +81,14 @@ def test_a_stage_of_torch_trains_as_one_process(schedule: str, level: str) -> No
 @pytest.mark.parametrize(
     "schedule", scene.marked(scene.SCHEDULES, default=["InterleavedZeroBubble"])
 )
+@pytest.mark.parametrize(
+    "levels", [scene.LEVELS[::3], pytest.param(scene.LEVELS[1:3], marks=pytest.mark.thorough)]
+)
 @on_ranks(4)
-def test_tied_unused_frozen_and_parametrized_weights_in_a_stage(schedule: str, what: str) -> None:
-    for level in scene.LEVELS[::3]:
+def test_tied_unused_frozen_and_parametrized_weights_in_a_stage(
+    schedule: str, what: str, levels: tuple[str, ...]
+) -> None:
+    for level in levels:
         compare(schedule, level, what=what)
 
 

@@ -33,6 +33,7 @@ from fsdp_engine.extensions.stall_monitor.stall_monitor import StallMonitor, Sub
 from fsdp_engine.strategies import LEVELS
 from tests import pool
 from tests.checkpoint.scene import shared_folder
+from tests.matrices import thorough_but
 from tests.pool import on_ranks
 
 NUM_STEPS = 2
@@ -132,13 +133,7 @@ def logged(patience_seconds: float) -> Iterator[list[str]]:
         logging.getLogger("fsdp_engine").removeHandler(handler)
 
 
-@pytest.mark.parametrize(
-    "level",
-    [
-        pytest.param(level, marks=() if level == "optim_grads_params" else pytest.mark.thorough)
-        for level in LEVELS
-    ],
-)
+@pytest.mark.parametrize("level", thorough_but(["optim_grads_params"], LEVELS))
 @on_ranks(4)
 def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: str) -> None:
     # Two pairs of ranks, which wait for their eight seconds at the same time.

@@ -66,11 +66,12 @@ def test_messages_have_the_bytes_of_cut_matrices() -> None:
     assert found.memory["optimizer"] >= 2 * 2 * MATRIX * 4
 
 
-def test_a_plan_takes_it() -> None:
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_a_plan_takes_it(num_ranks: int) -> None:
     planning = fe.plan(
         build,
         torch.zeros(8, WIDTH),
-        world_size=2,
+        world_size=num_ranks,
         checkpointing=(False,),
         optimizer=muon,
         loss=lambda output: output.square().mean(),

@@ -8,23 +8,17 @@ from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import Chunk
 from tests.async_device import ranks as device
 from tests.async_device.scene import compare
 from tests.extensions.whole_tensor_optimizers.device_steps import job, small_chunks
+from tests.matrices import thorough_but
 from tests.pairs import PAIRS
 from tests.pool import on_ranks
 
 ranks = device.ranks
 
 
-ORDINARY_PAIR = ("optim_grads_params", "optim_grads")
+ORDINARY = [("optim_grads_params", "optim_grads")]
 
 
-@pytest.mark.parametrize(
-    "levels",
-    [
-        pytest.param(pair, marks=() if pair == ORDINARY_PAIR else pytest.mark.thorough)
-        for pair in PAIRS
-    ],
-    ids="-".join,
-)
+@pytest.mark.parametrize("levels", thorough_but(ORDINARY, PAIRS), ids="-".join)
 @on_ranks(2)
 def test_two_ranks_train_as_on_the_cpu_bit_for_bit(levels: tuple[str, str]) -> None:
     with small_chunks():

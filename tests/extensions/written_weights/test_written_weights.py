@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
+from tests.matrices import thorough_but
 from tests.pool import on_ranks
 from tests.promises.everywhere import LEVELS, Place, everywhere
 from tests.reference import full_gradients, full_weights
@@ -200,10 +201,7 @@ def test_weights_that_ranks_write_differently_raise_and_so_does_other_memory() -
             engine.reset()
 
 
-@pytest.mark.parametrize(
-    "level",
-    [pytest.param(e, marks=pytest.mark.thorough) if e in LEVELS[1:3] else e for e in LEVELS],
-)
+@pytest.mark.parametrize("level", thorough_but(LEVELS[::3], LEVELS))
 @on_ranks(2)
 def test_a_weight_that_one_rank_writes_raises_on_all(level: str) -> None:
     model, _ = hooked(write_on_one_rank, strategy=level)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation import simulate as simulation
+from tests.matrices import thorough_but
 from tests.models import Transformer, odd_model, token_batch, vector_batch
 from tests.planner.simulation.scene import WIDTH, on_meta
 from tests.planner.simulation.small_llama import llama
@@ -87,13 +88,7 @@ def simulated(build: Callable[[], nn.Module], *args: Any, **options: Any) -> tup
     return found, outside is not None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.thorough if name in ("tied", "llama") else ())
-        for name in MODELS
-    ],
-)
+@pytest.mark.parametrize("name", thorough_but({*MODELS} - {"tied", "llama"}, MODELS))
 def test_a_model_has_the_same_step_if_it_is_built_without_the_modes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

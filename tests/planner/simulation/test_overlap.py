@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_engine.runtime import schedule
 from fsdp_engine.runtime.reductions import Reductions
+from tests.matrices import thorough_but
 from tests.pairs import FEW_PAIRS, PAIRS
 from tests.planner.simulation.scene import (
     BACKWARD,
@@ -41,11 +42,7 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [pytest.param(each, marks=() if each in TWO_PAIRS else pytest.mark.thorough) for each in PAIRS],
-    ids="-".join,
-)
+@pytest.mark.parametrize("pair", thorough_but(TWO_PAIRS, PAIRS), ids="-".join)
 def test_nothing_more_is_exposed_than_must_be(pair: tuple[str, str]) -> None:
     # And with messages that take twice the time of compute.
     for net, (budget, has_embedding, microbatches) in (

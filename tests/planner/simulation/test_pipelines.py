@@ -475,16 +475,17 @@ def one_block(index: int, num_stages: int) -> nn.Sequential:
     return nn.Sequential(Mlp(WIDE, 4 * WIDE))
 
 
-def test_blocks_of_stages_are_compiled() -> None:
+@pytest.mark.parametrize("stages", [one_block, thorough(wide_blocks)])
+def test_blocks_of_stages_are_compiled(stages: Any) -> None:
     def compiled(index: int, num_stages: int) -> nn.Module:
-        stage = one_block(index, num_stages)
+        stage = stages(index, num_stages)
         for block in stage.children():
             block.compile()
         return stage
 
     options = {"strategy": "optim", "microbatches": 4, **ON_GPUS}
     by_hand = of_blocks(True, "1F1B", stages=compiled, **options)
-    options["stages"] = one_block
+    options["stages"] = stages
     found = of_blocks(True, "1F1B", compile=True, **options)
     assert found.seconds == by_hand.seconds
     assert found.peak_bytes == by_hand.peak_bytes
