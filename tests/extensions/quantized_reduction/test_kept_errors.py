@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_engine as fe
 from fsdp_engine.extensions.quantized_reduction.block_codes import LARGEST
 from tests import reference
+from tests.models import Dot
 from tests.pairs import FEW_PAIRS, PAIRS
 from tests.pool import Ranks, on_ranks
 from tests.training import mesh_of
@@ -21,21 +22,12 @@ from tests.training import mesh_of
 SIZES = (33, 640, 1000)
 
 
-class Factor(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
-
-
 class Factors(nn.Module):
     """The gradient of each weight is its input, whatever the weights are."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.parts = nn.ModuleList(map(Factor, SIZES))
+        self.parts = nn.ModuleList(map(Dot, SIZES))
 
     def forward(self, inputs: list[Tensor]) -> Tensor:
         return sum((part(x) for part, x in zip(self.parts, inputs, strict=True)), torch.zeros(()))
