@@ -45,7 +45,7 @@ class EMA:
             ema.update()
         with ema.swapped():  # the model has the averages
             evaluate(model)
-            fe.save_pretrained(model, "averages")
+            fe.save_pretrained(engine, "averages")
 
     Each update computes ``average = d * average + (1 - d) * weights``, where ``d`` is the decay of
     that update. The averages start as the weights at construction. Frozen parameters have none.
