@@ -31,7 +31,7 @@ from gpt import GPT
 
 NUM_RANKS = 2
 # In Gb/s. None: as this machine has it.
-GIGABITS = (None, 10.0, 2.5, 1.0)
+GIGABITS = (None, 1.0, 0.25, 0.1)
 WAYS: dict[str, tuple[torch.dtype | None, list[Any]]] = {
     "fp32": (None, []),
     "bf16": (torch.bfloat16, []),
