@@ -127,7 +127,7 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
 
 
 def encoding_seconds(codes: BlockCodes, *, feedback: bool) -> float:
-    """Processor time of encoding and decoding a million elements twice, the least of ten."""
+    """Processor time of encoding and decoding a million elements, the least of ten."""
     torch.set_num_threads(1)
     numel = 10**6
     values = torch.randn(1, numel)

@@ -468,11 +468,3 @@ def local_part(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FlatDTensor):
         return tensor.local
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def part_like(given: Tensor, target: Tensor) -> Tensor:
-    """Returns this rank's part of ``given``, which is a full plain tensor, or is sharded as
-    ``target`` is."""
-    if isinstance(target, FlatDTensor) and not isinstance(given, DTensor):
-        return target.flat_placement.slice_of_full(given)
-    return local_part(given)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.main_views import main_views, part_like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.published_gradients import local_part, part_like
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import add_step_check
@@ -280,14 +279,7 @@ class _Average:
         else:  # The main weights are offloaded.
             self._flat = allocator.zeros(main.tensor.numel(), dtype, main.tensor.device)
         self._flat.copy_(main.tensor)
-        depth = buffer.spec.optim_depth
-        shard = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, depth, self._flat)
-        self.by_name = {}
-        for index, (record, param) in enumerate(
-            zip(buffer.records, buffer.sharded_params, strict=True)
-        ):
-            local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
-            self.by_name[record.name] = like(param.detach(), local)
+        self.by_name = main_views(buffer, self._flat)
 
     def move_towards_main(self, weight: float) -> None:
         """Add ``weight * (main - average)`` to the averages."""

@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.main_views import main_views, part_like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
-from fsdp_engine.buffers.published_gradients import part_like
-from fsdp_engine.buffers.sharded_buffer import ShardedBuffer
+from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.extensions.quantized_reduction.communicator import QuantizedCommunicator
 from fsdp_engine.memory import allocator
@@ -68,14 +67,8 @@ class KeptErrors:
         self._begin("state_dict")
         found: dict[str, Any] = {}
         for buffer in self._buffers:
-            main = buffer.weights.main.tensor
-            depth = buffer.spec.optim_depth
-            lost = self._lost(buffer).to(main.device)
-            shard = ShardedBuffer(buffer.layout, buffer.mesh.coordinate, depth, lost)
-            pairs = zip(buffer.records, buffer.sharded_params, strict=True)
-            for index, (record, param) in enumerate(pairs):
-                local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
-                found[record.name] = like(param.detach(), local)
+            lost = self._lost(buffer).to(buffer.weights.main.tensor.device)
+            found |= main_views(buffer, lost)
         return found
 
     @torch.no_grad()
@@ -142,12 +135,9 @@ class KeptErrors:
         start, stop = buffer.layout.range(depth, at)
         communicators = buffer.context.mesh_communicators
         values = allocator.zeros(stop - start, _dtype(buffer), communicators.mesh.device)
-        shard = ShardedBuffer(buffer.layout, at, depth, values)
-        pairs = zip(buffer.records, buffer.sharded_params, strict=True)
-        for index, (record, param) in enumerate(pairs):
-            if record.name in state_dict:
-                local = shard.full(index) if buffer.is_plain else shard.local(index, depth)
-                local.copy_(part_like(state_dict[record.name], param))
+        for name, view in main_views(buffer, values).items():
+            if name in state_dict:
+                local_part(view).copy_(part_like(state_dict[name], view))
         # They are added to the sum along the last quantized axis. Later sums contain them.
         last: tuple[int, QuantizedCommunicator] | None = None
         factor = 1.0

@@ -212,7 +212,7 @@ def begin_without_caller(self: StepBesideForward, ticket: Any) -> None:
     self._caller = self._compute
 
 
-# Of the engine, of slices, of gradients, and of another stream; the others in ``make test-all``.
+# Each is an access of another kind; the other accesses run in ``make test-all``.
 FEW_WAITING = ("full state", "clone slices", "change gradients", "on another stream")
 
 

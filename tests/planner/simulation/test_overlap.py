@@ -29,7 +29,7 @@ NETWORK = network(0.5)
 BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
 LEVEL_2, LEVEL_3 = ("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")
 
-# Of the ordinary tests: weights that stay whole, and cut ones on two axes.
+# The ordinary tests run a pair whose weights stay whole, and one whose weights two axes shard.
 TWO_PAIRS = [("optim", "optim"), ("optim_grads_params", "optim_grads")]
 # Budget, whether there is an embedding, microbatches: each value with each of another column's
 # once, at least.
