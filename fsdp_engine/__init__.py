@@ -1,4 +1,8 @@
-"""A sharded training engine for PyTorch, with one core for DDP, ZeRO-1/2/3, HSDP and HFSDP."""
+"""A sharded training engine for PyTorch, with one core for DDP, ZeRO-1/2/3, HSDP and HFSDP.
+
+``shard(model)`` shards a model and returns its ``Engine``. Optional features are classes for
+``shard(extensions=[...])`` or for a use of their own; ``extension_list.EXTENSIONS`` lists them.
+"""
 
 import importlib
 import pkgutil

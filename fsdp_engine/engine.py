@@ -330,7 +330,8 @@ class Engine:
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         """Returns the model's ``state_dict`` with full main weights in host memory. Collective.
 
-        The weights of one buffer at a time are gathered on the device.
+        The weights of one buffer at a time are gathered on the device. Buffers of modules (such as
+        running statistics) are this rank's.
 
         Args:
             rank0_only: Only rank 0 of the mesh keeps the values; the others return an empty dict.

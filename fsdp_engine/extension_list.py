@@ -92,7 +92,7 @@ EXTENSIONS: tuple[Extension, ...] = (
         "different_modules",
         methods=("together", "ranks_can_differ"),
         advice=[
-            ("all-gather", "If ranks use different modules, run the step within engine.together().")
+            ("all-gather", "where they use different modules, run the step in engine.together()")
         ],
     ),
     Extension("ema", names=("EMA",)),

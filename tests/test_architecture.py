@@ -37,7 +37,7 @@ FLOORS = {
     for floor, folders in enumerate(
         (
             "patterns precision options engine_extension extension_list extras terminal strategies "
-            "accelerator",
+            "accelerator callers",
             "backend layout",
             "memory",
             "comm",
@@ -59,7 +59,7 @@ FLOORS = {
 
 # The core, and the folders of formats and frontends that it does not import.
 CORE = words(
-    "layout comm memory buffers units runtime strategies codecs accelerator backend "
+    "layout comm memory buffers units runtime strategies codecs accelerator backend callers "
     "extension_list flat_dtensor optim engine sharding"
 )
 ABOVE_THE_CORE = words(

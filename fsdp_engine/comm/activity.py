@@ -140,7 +140,8 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
     return RuntimeError(
         f"{what} did not complete: another rank failed, or did not begin it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
-        f"{advice}{advice and ' '}({error})"
+        "All ranks must make the same calls: also evaluation, saving and norms wait for every rank"
+        f"{advice and '; '}{advice}. ({error})"
     )
 
 

@@ -253,7 +253,11 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     target, source = args[0], args[1] if len(args) > 1 else kwargs["src"]
     if not isinstance(target, cls):
-        raise refusal(cls, func, (source,), "copies into a tensor that is not a FlatDTensor")
+        why = (
+            "copies this rank's elements into a tensor that is not sharded (to load a model that "
+            "is not sharded, save engine.full_state_dict(), called on all ranks)"
+        )
+        raise refusal(cls, func, (source,), why)
     if not isinstance(source, Tensor):
         source = torch.as_tensor(source)
     flat: FlatPlacement = target._flat

@@ -386,8 +386,9 @@ class FlatPlacement:
             local if local.stride() == (1,) else local.clone(memory_format=torch.contiguous_format)
         )
         place.copy_(dense.view(torch.uint8))
+        what = f"full_tensor() of {self.name or 'a sharded tensor'} (every rank must call it)"
         for group in self.split_groups:
-            all_reduce_(words, group)
+            all_reduce_(words, group, what=what)
         shard = full_bytes.view(local.dtype).view(self.sharded_shape)
         full = shard if self.spread is None else self.spread.gather_full(shard)
         return full.to(local.device)

@@ -40,6 +40,9 @@ from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.norms import ROW, real_dtype, slice_norm
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
 
+# Label of the collective. Functions such as norm() wait for ranks that do not call them.
+_EVERY_RANK = "a reduction of a sharded tensor (every rank must call it)"
+
 # Functions of ``torch.nn.utils.get_total_norm``. Results of all other functions are plain tensors.
 _KEEPS = (torch.stack, torch.linalg.vector_norm, Tensor.to)
 
@@ -148,7 +151,7 @@ class _SumOverRanks(torch.autograd.Function):
 def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
     """Reduce a small tensor in place over each of ``groups`` in turn, and return it."""
     for group in groups:
-        all_reduce_(tensor, group, op)
+        all_reduce_(tensor, group, op, _EVERY_RANK)
     return tensor
 
 

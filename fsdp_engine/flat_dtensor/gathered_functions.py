@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fsdp_engine.callers import user_stacklevel
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.full_reductions import reduce_over
 from fsdp_engine.flat_dtensor.random_values import one_generator
@@ -282,7 +283,7 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
         warnings.warn(
             f"{name} of a sharded tensor gathers the full tensor, and every rank must call it. "
             "This warning is shown once per function; full_tensor() gathers without a warning",
-            stacklevel=4,
+            stacklevel=user_stacklevel(),
         )
     sharded = {id(each): each for each in tree_leaves((args, kwargs)) if isinstance(each, cls)}
     if changes:

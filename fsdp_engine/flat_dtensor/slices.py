@@ -168,7 +168,7 @@ def refusal(
         described = (
             f"{named}a FlatDTensor of shape {tuple(flat.shape)}, elements {_range(flat)} here"
         )
-        if flat.name:
+        if flat.name and name_of(func) not in ("numpy", "__array__"):
             within = (
                 f". Modules hold the full {flat.name} only during the model's forward: call the "
                 "model; for another method of a unit or of the model, call "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils import _foreach_utils
 from torch.utils.hooks import RemovableHandle
 
+from fsdp_engine.callers import user_stacklevel
 from fsdp_engine.comm.pending_steps import PENDING, finish_pending_steps
 from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_spec
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
@@ -454,7 +456,18 @@ class FlatDTensor(DTensor):
         new.grad = copy.deepcopy(self.grad, memo)
         return new
 
+    def __copy__(self) -> FlatDTensor:
+        rebuild, arguments = self._reduced()
+        copied: FlatDTensor = rebuild(*arguments)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
+        flat = self._flat
+        if flat.numel < math.prod(flat.sharded_shape):
+            _warn_of_pickle(flat)
+        return self._reduced()
+
+    def _reduced(self) -> tuple[Callable[..., FlatDTensor], tuple[Any, ...]]:
         omitted = ("_flat", "_aliases")
         state = {key: each for key, each in self.__dict__.items() if key not in omitted}
         return _rebuild, (type(self), self._stepped(), self._flat, self.requires_grad, state)
@@ -537,6 +550,25 @@ class _FullTensor(torch.autograd.Function):
         local = ctx.flat.slice_of_full(mean_over_mesh(grad, ctx.flat))
         # The slice is cloned, so that it does not keep the full gradient alive.
         return as_gradient(ctx.cls._wrap(local.clone(), ctx.flat))
+
+
+_warned_of_pickle = False
+
+
+def _warn_of_pickle(flat: FlatPlacement) -> None:
+    """Warn, once in a process, that a pickle has a part of the tensor only."""
+    global _warned_of_pickle
+    if _warned_of_pickle:
+        return
+    _warned_of_pickle = True
+    warnings.warn(
+        f"torch.save of {flat.name or 'a sharded tensor'}: only this rank's elements "
+        f"[{flat.start}, {flat.stop}) of {math.prod(flat.sharded_shape)} are saved, and only a run "
+        "with the same ranks and levels can load them. Save full weights with "
+        "engine.full_state_dict(rank0_only=True), and checkpoints that any number of ranks loads "
+        "with fe.Checkpointer; every rank must call these. This warning is shown once",
+        stacklevel=user_stacklevel(),
+    )
 
 
 def _rebuild(

@@ -41,6 +41,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from fsdp_engine.callers import user_frame
 from fsdp_engine.comm import activity
 from fsdp_engine.comm.activity import ACTIVITY, Monitor
 from fsdp_engine.comm.host_threads import machine
@@ -55,7 +56,6 @@ ANSWER_SECONDS = 3.0
 _MOST_RECENT = 256
 _SLICE = timedelta(seconds=1)
 _MOST_NAMED = 8
-_LIBRARIES = (str(Path(__file__).parents[2]), str(Path(dist.__file__).parents[1]))
 _log = logging.getLogger("fsdp_engine")
 
 
@@ -373,11 +373,8 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
 
 def _user_frame(thread: int) -> str:
     """Returns the innermost frame of a thread that is in the user's code."""
-    frame = sys._current_frames().get(thread)
-    innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
-        frame = frame.f_back
-    frame = frame or innermost
+    innermost = sys._current_frames().get(thread)
+    frame = user_frame(innermost) or innermost
     if frame is None:
         return "its end"
     code = frame.f_code
