@@ -158,21 +158,8 @@ def test_where_the_host_drives_lanes_backward_waits() -> None:
     assert not engine.reductions._pending
 
 
-ON_TWO_AXES = ["read"]  # the others in ``make test-all``
-
-
-@pytest.mark.parametrize(
-    ("levels", "look"),
-    [
-        *((LEVELS[0], look) for look in LOOKS),
-        *((LEVELS[1], look) for look in ON_TWO_AXES),
-        *(
-            pytest.param(LEVELS[1], look, marks=pytest.mark.thorough)
-            for look in LOOKS
-            if look not in ON_TWO_AXES
-        ),
-    ],
-)
+@pytest.mark.parametrize("levels", LEVELS, ids="-".join)
+@pytest.mark.parametrize("look", LOOKS)
 def test_a_look_at_gradients_and_their_clearing_wait(
     ranks: Ranks, levels: tuple[str, ...], look: str
 ) -> None:

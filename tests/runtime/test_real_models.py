@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -66,6 +68,15 @@ def change_order(model: Any, step: int) -> None:
 
 def switch_identity(model: Any, step: int) -> None:
     model.blocks[1].active = step % 2 == 0
+
+
+@contextmanager
+def within_a_handler(engine: fe.Engine) -> Iterator[None]:
+    """While an exception is handled."""
+    try:
+        raise KeyError("planted")
+    except KeyError:
+        yield
 
 
 # By name: the run, and options of shard, each of which is tried.
@@ -185,6 +196,7 @@ CASES: dict[str, Case] = {
         )
         for name, make in habits.MODULATIONS.items()
     },
+    "returns nothing": vectors(habits.Boxes, around=within_a_handler),
 }
 # Each level has a share. What depends on the recorded order, or on weights that are read without a
 # call, is also tried at a level that gathers in backward and at one that does not.
@@ -194,6 +206,7 @@ AT_MORE_LEVELS = {
     "hidden output",
     "reads its embedding",
     "reads positions",
+    "returns nothing",
 }
 
 
@@ -280,21 +293,6 @@ def test_a_sharded_model_keeps_its_classes_names_modules_and_buffers() -> None:
         batch = vector_batch(4, seed=1)  # the same on all ranks, and so are its statistics
         torch.testing.assert_close(model(*batch), alone(*batch))
         torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@on_ranks(2, timeout=280)
-def test_blocks_compiled_before_sharding_train(backend: str) -> None:
-    def compiled() -> nn.Module:
-        model = Chain(Mlp(), Mlp())
-        for block in model.blocks:
-            block.compile(backend=backend)
-        return model
-
-    for strategy in LEVELS if backend == "aot_eager" else ["optim_grads_params"]:
-        scenario, _ = vectors(compiled, pair=(strategy, "no_shard"))
-        scenario.check()
 
 
 class Fragile(Chain):

@@ -105,19 +105,11 @@ def test_groups_do_not_multiply_with_ranks_or_engines(
     assert sorted(made) == expected[shape]
 
 
-def settings(
-    outer: int, inner: int, outer_level: str, granule: Any = None, **dtypes: torch.dtype
-) -> PlanSettings:
-    levels = Strategy.from_names("optim_grads_params", outer_level)
-    axis_plans = AxisPlans(AxisPlan({Axis.OUTER: outer, Axis.INNER: inner}, levels))
-    policy = fe.MixedPrecisionPolicy(**dtypes)  # type: ignore[arg-type]
-    return PlanSettings(policy, fe.Options(granule=granule), axis_plans)
-
-
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:
-    return make_plan(
-        model, None, settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16)
-    )
+    levels = Strategy.from_names("optim_grads_params", "optim")
+    axis_plans = AxisPlans(AxisPlan({Axis.OUTER: num_ranks // 32, Axis.INNER: 32}, levels))
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return make_plan(model, None, PlanSettings(policy, fe.Options(granule=granule), axis_plans))
 
 
 def meta_model(num_params: int, num_units: int) -> nn.Module:
