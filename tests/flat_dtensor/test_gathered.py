@@ -51,7 +51,9 @@ def test_functions_along_dims_and_listed_ones_answer_as_plain_torch() -> None:
         for label in catalogue_tensor.public_names()
         if label.split(".")[1] in functions._ELEMENTWISE
     }
-    assert set(listed.values()) == set(functions._ELEMENTWISE)
+    # These are no names of the catalogue; `test_flat_dtensor.py` has them among its operations.
+    others = {"fill", "hardsigmoid", "hardswish"}
+    assert functions._ELEMENTWISE - set(listed.values()) <= others
     names = [*_ALONG_DIMS.split(), *listed]
     for name, outcomes in catalogue_tensor.try_all(init_device_mesh("cpu", (2,)), names).items():
         verdicts = {outcome.verdict for _, outcome in outcomes}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine import fsdp2
+from tests.checkpoint.scene import shared_folder
 from tests.fsdp2.programs import (
     APIS,
     Log,
@@ -31,7 +31,7 @@ from tests.fsdp2.programs import (
     seeded,
     train,
 )
-from tests.pool import Ranks, on_ranks
+from tests.pool import on_ranks
 from tests.reference import full
 
 TOKENS, TARGETS = batch(0, 0, 0)
@@ -64,14 +64,12 @@ def resume(api: Any, folder: str) -> Log:
     return train(model, optimizer, range(2, 4))
 
 
-def exchange(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_go_from_one_to_the_other() -> None:
+    folder = shared_folder()
     for name, other in (("fsdp2", "fsdp_engine"), ("fsdp_engine", "fsdp2")):
         expected = save(APIS[name], f"{folder}/{name}")
         assert resume(APIS[other], f"{folder}/{name}") == expected
-
-
-def test_checkpoints_go_from_one_to_the_other(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(exchange, str(tmp_path), world_size=2)
 
 
 @on_ranks(2)

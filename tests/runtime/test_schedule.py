@@ -115,7 +115,7 @@ def fail_and_reset(model: Any, engine: Any) -> None:
 
 CODEC = {"codec_rules": [lambda name, param, dtypes: ("reading", ReadingCodec)]}
 LEVEL_3 = "optim_grads_params"
-# By name: the model, the loop, other options, and pairs of levels: two ranks, or two axes of two.
+# By name: the model, the loop, other options, and levels on one axis or on two.
 Bend = tuple[Callable[[], nn.Module], Any, dict[str, Any], list[tuple[str, ...]]]
 BENDS: dict[str, Bend] = {
     "a unit that one rank skips": (Skipping, skip_on_one_rank, {}, [("optim",), ("optim_grads",)]),
@@ -136,15 +136,12 @@ BENDS: dict[str, Bend] = {
 
 
 @pytest.mark.parametrize("name", BENDS)
-def test_what_bends_the_order_of_events_makes_no_race(ranks: Ranks, name: str) -> None:
-    ranks.run(trace_bend, name, world_size=4 if "two axes" in name else 2)
-
-
-def trace_bend(name: str) -> None:
+@on_ranks(4)
+def test_what_bends_the_order_of_events_makes_no_race(name: str) -> None:
     make_model, body, options, pairs = BENDS[name]
-    for pair in pairs:
-        levels = dict(zip(("strategy", "outer_strategy"), pair, strict=False))
-        traced(make_model, body, mesh=mesh_of(*[2] * len(pair)), **levels, **options)
+    for strategy, *outer in pairs:
+        levels = {"strategy": strategy, "outer_strategy": outer[0] if outer else None}
+        traced(make_model, body, mesh=mesh_of(2, 2) if outer else None, **levels, **options)
 
 
 # How many units are full.

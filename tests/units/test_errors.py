@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ),
     *(
         ({"mesh": sizes}, ValueError, ("mesh: expected one or two sizes of",))
-        for sizes in ((3, 5), (1, 1, 1), (-1, -1))
+        for sizes in ((3, 5), (2, 1, 1), (-1, -2))
     ),
     ({"units": [3]}, TypeError, ("units",)),
     ({"units": [int]}, TypeError, ("units", "int")),
