@@ -39,7 +39,8 @@ EDITS: dict[str, Callable[[nn.Module], object]] = {
     "some": lambda model: [p.fill_(0.0625) for p in model.blocks[0].parameters()],  # type: ignore[index, union-attr]
     "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.75),
     "initialised": lambda model: [
-        nn.init.ones_(module.bias) for module in model.modules() if isinstance(module, nn.LayerNorm)
+        nn.init.constant_(parameter, 0.5)
+        for parameter in model.norm.parameters()  # type: ignore[union-attr]
     ],
     "through the local tensor": lambda model: [held(p).add_(0.125) for p in model.parameters()],
 }

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
@@ -16,14 +15,13 @@ from fsdp_engine import fsdp2
 from tests.fsdp2.programs import batch, loss_of, parallelize, seeded
 from tests.pool import Ranks, on_ranks
 from tests.reference import full
+from tests.training import mesh_of
 
 clip = torch.nn.utils.clip_grad_norm_
 
 
 def compare(order: float, foreach: bool, num_axes: int) -> list[Tensor]:
-    mesh = init_device_mesh(
-        "cpu", (2,) * num_axes, mesh_dim_names=("replicate", "shard")[-num_axes:]
-    )
+    mesh = mesh_of(*[2] * num_axes)
 
     def script(api: Any) -> list[Tensor]:
         model = parallelize(api, seeded(), mesh=mesh)

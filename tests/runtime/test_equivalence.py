@@ -24,7 +24,7 @@ from tests.megatron.configs import config_of, train_wrapped
 from tests.models import Chain, Mlp, Transformer, odd_model, token_batch, vector_batch
 from tests.pairs import EVERY_PAIR, FEW_PAIRS, PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
-from tests.scenario import Scenario
+from tests.scenario import Run, Scenario
 from tests.training import OPTIMIZERS, mesh_of
 
 # [Note: Tolerances]
@@ -60,9 +60,9 @@ def scenario_of(way: Way) -> Scenario:
 
 
 @functools.cache
-def steps_alone(way: Way, num_ranks: int) -> list[reference.Step]:
+def alone(way: Way, num_ranks: int) -> Run:
     """The same for every pair of levels."""
-    return scenario_of(way).alone().steps
+    return scenario_of(way).alone()
 
 
 def compare(
@@ -71,11 +71,7 @@ def compare(
     mesh = mesh_of(*shape)
     for way in ALL_WAYS if all_ways else FEW_WAYS:
         scenario = scenario_of(way).but(pair=pair, mesh=mesh, wrap=wrap)
-        found = scenario.sharded().steps
-        expected = steps_alone(way, mesh.size())
-        assert scenario.later is not None
-        lines = reference.differences(found, expected, scenario.later, first=scenario.tolerance)
-        assert not lines, "\n".join([str(way), *lines[:12]])
+        scenario.check(alone(way, mesh.size()))
 
 
 @pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)

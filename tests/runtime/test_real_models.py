@@ -24,7 +24,7 @@ from tests.models import Block, Chain, Mlp, Small, Transformer, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 from tests.runtime import habits
-from tests.scenario import Scenario
+from tests.scenario import Run, Scenario
 
 BLOCK = sum(parameter.numel() for parameter in Block().parameters())
 MLPS = 2 * sum(parameter.numel() for parameter in Mlp().parameters())
@@ -230,10 +230,7 @@ def test_a_model_trains_as_one_process(name: str, level: str) -> None:
     scenario, ways = CASES[name]
     expected = scenario.alone()
     for options in ways:
-        run = scenario.but(pair=(level, "no_shard"), options=options).sharded()
-        later = scenario.tolerance if scenario.later is None else scenario.later
-        lines = reference.differences(run.steps, expected.steps, later, first=scenario.tolerance)
-        assert not lines, "\n".join([str(options), *lines[:12]])
+        scenario.but(pair=(level, "no_shard"), options=options).check(expected)
 
 
 def joined(tied: bool, num_microbatches: int) -> Scenario:
@@ -242,8 +239,8 @@ def joined(tied: bool, num_microbatches: int) -> Scenario:
 
 
 @functools.cache
-def expected_of(tied: bool, num_microbatches: int) -> list[reference.Step]:
-    return joined(tied, num_microbatches).alone().steps
+def expected_of(tied: bool, num_microbatches: int) -> Run:
+    return joined(tied, num_microbatches).alone()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -252,8 +249,8 @@ def expected_of(tied: bool, num_microbatches: int) -> list[reference.Step]:
 def test_every_pair_trains_with_joined_units(strategy: str, outer: str, tied: bool) -> None:
     for num, least in ((1, 2 * BLOCK), (3, BLOCK)):
         options = {"min_unit_size": least}
-        run = joined(tied, num).but(pair=(strategy, outer), mesh=(2, 2), options=options).sharded()
-        assert not reference.differences(run.steps, expected_of(tied, num), 2e-5)
+        scenario = joined(tied, num).but(pair=(strategy, outer), mesh=(2, 2), options=options)
+        run = scenario.check(expected_of(tied, num))
         assert len(unit_names(run.engine)) < 5
 
 

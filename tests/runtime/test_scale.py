@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
@@ -21,6 +20,7 @@ from fsdp_engine.layout import ALIGNMENT
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 from tests.models import Transformer, token_batch
+from tests.training import mesh_of
 
 WORLD = 1024
 CASES = [
@@ -40,8 +40,7 @@ def world(rank: int, *shape: int) -> Iterator[Any]:
     size = torch.Size(shape).numel()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        names = ("outer", "inner")[-len(shape) :]
-        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+        yield mesh_of(*shape)
     finally:
         dist.destroy_process_group()
 

@@ -194,6 +194,21 @@ def test_sharding_a_model_twice_is_refused() -> None:
 
 
 @on_ranks(2)
+def test_a_gradient_edited_between_microbatches_names_the_parameter() -> None:
+    for strategy in LEVELS:
+        model = Transformer(num_blocks=1)
+        engine = fe.shard(model, strategy=strategy)
+        for _ in range(2):  # the first microbatch of all, and one after others
+            with engine.no_sync():
+                model(*token_batch(2, 1)).backward()
+        head = model.head.weight
+        assert head.grad is not None
+        head.grad.mul_(0.5)
+        with pytest.raises(RuntimeError, match=r"\.grad of head\.weight.*between microbatches"):
+            model(*token_batch(2, 2)).backward()
+
+
+@on_ranks(2)
 def test_bad_arguments_of_methods_are_refused() -> None:
     model = Transformer(num_blocks=1)
     with pytest.raises(ValueError, match="module"):
