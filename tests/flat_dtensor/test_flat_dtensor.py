@@ -158,10 +158,59 @@ def test_every_change_shows_in_the_buffer_and_its_version(mesh: DeviceMesh, chan
 # --- functions ---
 
 
+def torch_function(name: str) -> Callable[..., Any]:
+    """A function by name, wherever torch keeps it."""
+    for place in (torch, torch.special, F, Tensor):
+        if hasattr(place, name):
+            return getattr(place, name)
+    raise AssertionError(name)
+
+
+INPUTS: dict[str, Callable[[], list[Any]]] = {
+    "where": lambda: [torch.rand(SHAPE) > 0.5, torch.rand(SHAPE), torch.rand(SHAPE)],
+    "masked_fill": lambda: [torch.rand(SHAPE), torch.rand(SHAPE) > 0.5, 2.0],
+    "fill": lambda: [torch.rand(SHAPE), 2.0],
+    "clamp": lambda: [torch.rand(SHAPE), torch.tensor(0.2), torch.rand(SHAPE)],
+    "clip": lambda: [torch.rand(SHAPE), 0.2, 0.6],
+    "threshold": lambda: [torch.rand(SHAPE), 0.5, 0.1],
+    "polygamma": lambda: [1, torch.rand(SHAPE)],
+    "leaky_relu": lambda: [torch.rand(SHAPE) - 0.5, 0.3],
+    "lerp": lambda: [torch.rand(SHAPE), torch.rand(SHAPE), torch.rand(SHAPE)],
+    "ldexp": lambda: [torch.rand(SHAPE), torch.randint(1, 4, SHAPE)],
+}
+
+
+def example_inputs(name: str) -> list[list[Any]]:
+    """Arguments to try: the listed ones, else tensors until the function takes them."""
+    if name in INPUTS:
+        return [INPUTS[name]()]
+    floats = [[torch.rand(SHAPE) for _ in range(arity)] for arity in (1, 2, 3)]
+    integers = [[torch.randint(1, 4, SHAPE) for _ in range(arity)] for arity in (1, 2)]
+    return floats + integers
+
+
 @pytest.mark.parametrize("module", functions._LOADED_LATER)
 def test_modules_that_are_loaded_later_have_the_functions_of_the_table(module: str) -> None:
     loaded = importlib.import_module(f"fsdp_engine.flat_dtensor.{module}")
     assert functions._LOADED_LATER[module] == loaded.HANDLERS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(functions._ELEMENTWISE))
+def test_a_listed_function_is_elementwise(mesh: DeviceMesh, name: str) -> None:
+    function = torch_function(name)
+    for args in example_inputs(name):
+        try:
+            expected = function(*args)
+        except (RuntimeError, TypeError):
+            continue
+        flat = [flat_of(a, mesh) if isinstance(a, Tensor) and a.ndim else a for a in args]
+        check(function(*flat), expected)
+        inplace = getattr(Tensor, name + "_", None)
+        if inplace is not None and isinstance(args[0], Tensor) and expected.dtype == args[0].dtype:
+            assert inplace(flat[0], *flat[1:]) is flat[0]
+            check(flat[0], expected)
+        return
+    pytest.fail(f"{name} takes none of the arguments")
 
 
 OPERATIONS: list[Callable[[Any, Any], Any]] = [
@@ -192,7 +241,6 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [
     lambda a, b: torch._foreach_sqrt((a, b))[0],
     lambda a, b: torch.mul(a, b, out=torch.empty_like(a)),
     lambda a, b: a.is_floating_point() * a + a.dim() * b + len(a),
-    lambda a, b: torch.fill(a, 2.0) + F.hardswish(a) + F.hardsigmoid(b),
 ]
 
 

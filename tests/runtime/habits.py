@@ -122,24 +122,6 @@ class HidesFirst(Chain):
         return self.blocks[1](self.blocks[0](x).tensor)
 
 
-class Boxes(Chain):
-    """Its blocks return nothing: they put their output into a list."""
-
-    class Block(Mlp):
-        def forward(self, x: Tensor, box: list[Tensor]) -> None:  # type: ignore[override]
-            box.append(super().forward(x))
-
-    def __init__(self) -> None:
-        super().__init__(self.Block(), self.Block())
-
-    def predict(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            box: list[Tensor] = []
-            block(x, box)
-            (x,) = box
-        return x
-
-
 # Parameters that are read without a call of their module.
 
 

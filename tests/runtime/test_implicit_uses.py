@@ -208,3 +208,44 @@ def test_outside_the_models_forward_a_module_of_a_unit_raises() -> None:
         ValueError, match=r"full blocks\.0\.modulation\.weight only during the model's"
     ):
         model.blocks[0].modulation(torch.ones(2, 3, 6))  # type: ignore[operator]
+
+
+class Boxed(nn.Module):
+    """Returns nothing: the output is put into a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, box: list[Tensor]) -> None:
+        box.append(self.linear(x))
+
+
+class OfBoxed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Boxed() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            box: list[Tensor] = []
+            block(x, box)
+            (x,) = box
+        return x.square().sum()
+
+
+@on_ranks(2)
+def test_modules_that_return_nothing_train_within_the_handling_of_an_exception() -> None:
+    torch.manual_seed(0)
+    model = OfBoxed()
+    plain = copy.deepcopy(model)
+    fe.shard(model, strategy="optim_grads_params", options=fe.Options(min_unit_size=0))
+    try:
+        raise KeyError("planted")
+    except KeyError:
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 4)).backward()
+    plain(torch.ones(2, 4)).backward()
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad, msg=name)

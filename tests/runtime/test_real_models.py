@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -68,15 +66,6 @@ def change_order(model: Any, step: int) -> None:
 
 def switch_identity(model: Any, step: int) -> None:
     model.blocks[1].active = step % 2 == 0
-
-
-@contextmanager
-def within_a_handler(engine: fe.Engine) -> Iterator[None]:
-    """While an exception is handled."""
-    try:
-        raise KeyError("planted")
-    except KeyError:
-        yield
 
 
 # By name: the run, and options of shard, each of which is tried.
@@ -196,7 +185,6 @@ CASES: dict[str, Case] = {
         )
         for name, make in habits.MODULATIONS.items()
     },
-    "returns nothing": vectors(habits.Boxes, around=within_a_handler),
 }
 # Each level has a share. What depends on the recorded order, or on weights that are read without a
 # call, is also tried at a level that gathers in backward and at one that does not.
@@ -206,7 +194,6 @@ AT_MORE_LEVELS = {
     "hidden output",
     "reads its embedding",
     "reads positions",
-    "returns nothing",
 }
 
 
