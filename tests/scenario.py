@@ -175,17 +175,21 @@ class Scenario:
         )
         return Run(steps, model, engine, make(()))
 
-    def differences(self) -> tuple[Run, list[str]]:
-        """Run both; the sharded run, and each of its values that differs from the one process."""
-        expected = self.alone()
+    def differences(self, expected: Run | None = None) -> tuple[Run, list[str]]:
+        """Run both; the sharded run, and each of its values that differs from the one process.
+
+        Args:
+            expected: The run of the one process; None: it is run.
+        """
+        expected = expected or self.alone()
         run = self.sharded()
         later = self.tolerance if self.later is None else self.later
         return run, reference.differences(run.steps, expected.steps, later, first=self.tolerance)
 
-    def check(self) -> Run:
+    def check(self, expected: Run | None = None) -> Run:
         """Assert that the sharded model trains as one process does; return its run."""
-        run, lines = self.differences()
-        assert not lines, "\n".join([f"{self.pair}:", *lines[:12]])
+        run, lines = self.differences(expected)
+        assert not lines, "\n".join([f"{self.pair}, {self.options}:", *lines[:12]])
         return run
 
 

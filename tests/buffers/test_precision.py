@@ -119,17 +119,6 @@ def test_fp64_weights_stay_fp64() -> None:
         assert {p.dtype for p in run.model.parameters()} == {FP64}
 
 
-class BigAndSmall(nn.Module):
-    """A weight whose gradient on a rank is what the rank feeds in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.weight * x).sum()
-
-
 def gradient_of_big_and_small(
     strategy: str,
     outer: str | None,
@@ -141,7 +130,7 @@ def gradient_of_big_and_small(
     **options: Any,
 ) -> Tensor:
     """The reduced gradient where one of four ranks has ``big`` and the others ``small``."""
-    model = BigAndSmall()
+    model = models.Dot(64)
     mesh = mesh_of(4) if outer is None else mesh_of(2, 2)
     engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, options=fe.Options(**options))
     x = torch.full((64,), big if dist.get_rank() == 0 else small)
@@ -247,7 +236,7 @@ def test_gradients_in_fp16_are_not_divided_in_fp16(
 def test_gradients_that_are_reduced_in_fp32_are_divided_in_fp32(strategy: str) -> None:
     """Also where main weights and gradients are in bf16."""
     policy = Policy(param_dtype=BF16, main_params_dtype=BF16, reduce_dtype=FP32)
-    model = BigAndSmall()
+    model = models.Dot(64)
     fe.shard(model, strategy=strategy, mp_policy=policy)
     # In bf16 a third of each is rounded, and the sum is -1/512.
     model(torch.full((64,), (1.0, 3.0, -4.0)[dist.get_rank()])).backward()

@@ -29,37 +29,20 @@ def scale_each(model: nn.Module) -> None:
         parameter.mul_(0.5)
 
 
-def copy_new_values(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.copy_(parameter * 0.25 + 0.125)
+def held(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, fe.FlatDTensor) else parameter
 
 
-def fill_some(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if "blocks.0" in name:
-            parameter.fill_(0.0625)
-
-
-def foreach(model: nn.Module) -> None:
-    torch._foreach_mul_(list(model.parameters()), 0.75)
-
-
-def initialise(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            nn.init.zeros_(module.weight)
-            nn.init.ones_(module.bias)
-
-
-def through_local(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        local = parameter.to_local() if isinstance(parameter, fe.FlatDTensor) else parameter
-        local.add_(0.125)
-
-
-EDITS: dict[str, Callable[[nn.Module], None]] = {
-    function.__name__: function
-    for function in (scale_each, copy_new_values, fill_some, foreach, initialise, through_local)
+EDITS: dict[str, Callable[[nn.Module], object]] = {
+    "scaled": scale_each,
+    "new values": lambda model: [p.copy_(p * 0.25 + 0.125) for p in model.parameters()],
+    "some": lambda model: [p.fill_(0.0625) for p in model.blocks[0].parameters()],  # type: ignore[index, union-attr]
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.75),
+    "initialised": lambda model: [
+        nn.init.constant_(parameter, 0.5)
+        for parameter in model.norm.parameters()  # type: ignore[union-attr]
+    ],
+    "through the local tensor": lambda model: [held(p).add_(0.125) for p in model.parameters()],
 }
 
 

@@ -176,15 +176,6 @@ def test_many_calls_leave_no_descriptors_and_no_threads_behind(ranks: Ranks) -> 
         assert tasks_late <= tasks_early + 2
 
 
-@pytest.mark.parametrize("addend", [1, 5])
-@on_ranks(2)
-def test_a_test_on_ranks_runs_its_body_on_every_rank(addend: int) -> None:
-    total = torch.tensor([float(dist.get_rank() + addend)])
-    dist.all_reduce(total)
-    assert dist.get_world_size() == 2
-    assert total.item() == 1 + 2 * addend
-
-
 @on_ranks(2)
 def _fails_on_the_ranks() -> None:
     assert dist.get_rank() == 1

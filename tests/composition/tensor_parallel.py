@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -103,9 +103,3 @@ def tokens_for(step: int, micro: int, rank: int, words: int = 20) -> Tensor:
     """One data-parallel rank's microbatch."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     return torch.randint(0, words, (2, LENGTH), generator=generator)
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """The whole values of a parameter or gradient, plain."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

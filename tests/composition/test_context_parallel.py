@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from tests.composition.tensor_parallel import LENGTH, mesh_of
-from tests.pool import Ranks
+from tests.pool import on_ranks
 from tests.scenario import Scenario
 
 WIDTH = 16
@@ -62,7 +62,10 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
 
 
-def as_one_process(sizes: tuple[int, int, int], level: str) -> None:
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=["dp cp", "cp tp"])
+@on_ranks(4)
+def test_ranks_that_share_sequences(sizes: tuple[int, int, int], level: str) -> None:
     """(data, context, tensor) parallel ranks."""
     mesh = mesh_of(sizes, ("dp", "cp", "tp"))
 
@@ -88,9 +91,3 @@ def as_one_process(sizes: tuple[int, int, int], level: str) -> None:
         optimizer=partial(torch.optim.SGD, lr=0.3),
         later=1e-4,
     ).check()
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 1), (1, 2, 2)], ids=["dp cp", "cp tp"])
-def test_ranks_that_share_sequences(ranks: Ranks, sizes: tuple[int, int, int]) -> None:
-    for level in ("optim", "optim_grads_params"):
-        ranks.run(as_one_process, sizes, level)

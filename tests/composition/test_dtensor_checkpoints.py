@@ -15,8 +15,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fsdp_engine as fe
 from tests.checkpoint.scene import shared_folder
-from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
+from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
 from tests.pool import Ranks, on_ranks
+from tests.reference import full
 
 Shape = dict[str, int]
 # (data-parallel, tensor-parallel) ranks and level.
@@ -60,14 +61,14 @@ def trained(how: Cut, shape: Shape, num_steps: int) -> tuple[fe.Engine, Any]:
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: whole(param) for name, param in model.named_parameters()}
+    return {name: full(param) for name, param in model.named_parameters()}
 
 
 def everything(engine: fe.Engine, optimizer: Any) -> dict[str, Tensor]:
     found = weights_of(engine.model)
     for name, param in engine.model.named_parameters():
         for key, value in optimizer.state[param].items():
-            found[f"{name} {key}"] = whole(value)
+            found[f"{name} {key}"] = full(value)
     return found
 
 

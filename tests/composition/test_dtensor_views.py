@@ -14,9 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor
-from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
+from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
 from tests.pool import on_ranks
 from tests.promises.everywhere import LEVELS
+from tests.reference import full
 
 UNEVEN = {"width": 6, "hidden": 17}
 TOKENS = tokens_for(0, 0, 0)
@@ -39,7 +40,7 @@ def pairs(model: nn.Module, engine: fe.Engine) -> Iterator[tuple[str, Any, Any]]
 
 def assert_same_values(model: nn.Module, engine: fe.Engine) -> None:
     for name, plain, param in pairs(model, engine):
-        assert torch.equal(whole(param), plain.detach()), name
+        assert torch.equal(full(param), plain.detach()), name
 
 
 @on_ranks(4)
@@ -70,12 +71,12 @@ def test_values_are_those_of_one_tensor(levels: tuple[str, ...]) -> None:
         assert_same_values(model, engine)
         for name, plain, param in pairs(model, engine):
             value, mine, label = plain.detach(), param.detach(), f"{level}: {name}"
-            assert torch.allclose(whole(mine.norm()), value.norm()), label
-            assert torch.allclose(whole(mine.sum()), value.sum(), atol=1e-5), label
-            assert torch.allclose(whole(mine.mean()), value.mean(), atol=1e-6), label
-            assert whole(mine.max()) == value.max(), label
-            assert whole(mine.abs().min()) == value.abs().min(), label
-            assert torch.equal(whole(mine * 2 + mine), value * 2 + value), label
+            assert torch.allclose(full(mine.norm()), value.norm()), label
+            assert torch.allclose(full(mine.sum()), value.sum(), atol=1e-5), label
+            assert torch.allclose(full(mine.mean()), value.mean(), atol=1e-6), label
+            assert full(mine.max()) == value.max(), label
+            assert full(mine.abs().min()) == value.abs().min(), label
+            assert torch.equal(full(mine * 2 + mine), value * 2 + value), label
             replicated = mine.redistribute(placements=[Replicate()] * mine.device_mesh.ndim)
             assert torch.equal(replicated.to_local(), value), label
             assert torch.equal(state[name], value), label
@@ -116,12 +117,12 @@ def test_gradients_of_a_penalty_outside_forward_and_what_hooks_see() -> None:
             penalty: Tensor = torch.zeros(())
             for param in each.parameters():
                 penalty = penalty + param.square().sum() + param.norm()
-            full: Any = each.get_parameter("blocks.2.up.weight")
-            full = full.full_tensor() if isinstance(full, DTensor) else full
-            (each(TOKENS) + 0.1 * (penalty + (full * weights).sum())).backward()
+            up: Any = each.get_parameter("blocks.2.up.weight")
+            up = up.full_tensor() if isinstance(up, DTensor) else up
+            (each(TOKENS) + 0.1 * (penalty + (up * weights).sum())).backward()
         for name, plain, param in pairs(model, engine):
-            assert torch.allclose(whole(param.grad), plain.grad, rtol=1e-3, atol=1e-5), name
-            param.register_hook(lambda grad, name=name: seen.__setitem__(name, whole(grad)))
+            assert torch.allclose(full(param.grad), plain.grad, rtol=1e-3, atol=1e-5), name
+            param.register_hook(lambda grad, name=name: seen.__setitem__(name, full(grad)))
         engine.model.zero_grad()
         model.zero_grad()
         engine.model(tokens_for(0, 0, engine.mesh.rank)).backward()
@@ -143,10 +144,10 @@ def test_a_dtensor_of_the_same_placements_is_taken_as_a_value() -> None:
     ):
         with torch.no_grad():
             weight.copy_(distribute_tensor(factor * values, other, placements))
-        assert torch.equal(whole(weight), factor * values)
+        assert torch.equal(full(weight), factor * values)
     head: Any = engine.model.get_submodule("head")
     head.weight = nn.Parameter(distribute_tensor(3 * values, mesh, [Shard(0)]))
-    assert torch.equal(whole(head.weight), 3 * values)
+    assert torch.equal(full(head.weight), 3 * values)
 
 
 @on_ranks(4)
@@ -177,5 +178,5 @@ def test_optimizer_state_of_whole_tensors_is_taken_and_lies_as_parameters_do() -
     for name, plain, param in pairs(model, engine):
         for key in ("exp_avg", "exp_avg_sq"):
             found, expected = optimizer.state[param][key], alone.state[plain][key]
-            assert torch.equal(whole(found), expected), (name, key)
+            assert torch.equal(full(found), expected), (name, key)
             assert found.flat_placement == param.flat_placement, (name, key)

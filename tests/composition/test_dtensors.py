@@ -16,7 +16,7 @@ import fsdp_engine as fe
 from tests import reference
 from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
 from tests.pairs import PAIRS
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 from tests.scenario import Scenario
 
 NAMES = ("dp", "tp"), ("outer", "dp", "tp")
@@ -85,8 +85,9 @@ def check(sizes: Sequence[int], ways: Sequence[Way]) -> None:
         scenario(sizes, **options).but(pair=(inner, outer), microbatches=microbatches).check()
 
 
-def test_tensor_parallel_and_one_data_axis(ranks: Ranks) -> None:
-    ranks.run(check, (2, 2), WAYS)
+@on_ranks(4)
+def test_tensor_parallel_and_one_data_axis() -> None:
+    check((2, 2), WAYS)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +97,9 @@ def test_tensor_parallel_and_one_data_axis(ranks: Ranks) -> None:
         *(pytest.param({"hidden": n}, marks=THOROUGH) for n in (3, 5)),
     ],
 )
-def test_uneven_shards_over_four_ranks(ranks: Ranks, shape: dict[str, int]) -> None:
-    ways = [(level, "no_shard", 1, shape) for level in ("optim_grads_params", "no_shard")]
-    ranks.run(check, (1, 4), ways)
+@on_ranks(4)
+def test_uneven_shards_over_four_ranks(shape: dict[str, int]) -> None:
+    check((1, 4), [(level, "no_shard", 1, shape) for level in ("optim_grads_params", "no_shard")])
 
 
 @THOROUGH
@@ -163,13 +164,10 @@ def in_bf16(sizes: Sequence[int]) -> None:
     assert ours.norms == pytest.approx(theirs.norms, rel=0.02)
 
 
-def in_many_ways(sizes: Sequence[int]) -> None:
+@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=THOROUGH)])
+@on_ranks(4)
+def test_with_what_else_a_model_has(sizes: tuple[int, int]) -> None:
     with_recomputed_and_frozen_weights(sizes)
     from_meta(sizes)
     from_the_first_rank(sizes)
     in_bf16(sizes)
-
-
-@pytest.mark.parametrize("sizes", [(2, 2), pytest.param((1, 4), marks=THOROUGH)])
-def test_with_what_else_a_model_has(ranks: Ranks, sizes: tuple[int, int]) -> None:
-    ranks.run(in_many_ways, sizes)

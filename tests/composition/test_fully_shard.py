@@ -9,8 +9,9 @@ import torch
 from torch.distributed import fsdp
 
 from fsdp_engine import fsdp2
-from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for, whole
-from tests.pool import Ranks
+from tests.composition.tensor_parallel import Model, cut, mesh_of, tokens_for
+from tests.pool import Ranks, on_ranks
+from tests.reference import full
 
 
 def made(api: Any, sizes: tuple[int, ...], device: str = "cpu", **options: Any) -> Any:
@@ -38,7 +39,7 @@ def trained(api: Any, sizes: tuple[int, ...], options: dict[str, Any]) -> tuple[
         found += [loss.item(), norm.full_tensor().item()]
         optimizer.step()
         optimizer.zero_grad()
-    return found, {name: whole(param) for name, param in model.named_parameters()}
+    return found, {name: full(param) for name, param in model.named_parameters()}
 
 
 def both(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -47,9 +48,10 @@ def both(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     torch.testing.assert_close(found, weights, rtol=1e-4, atol=1e-5)
 
 
-def test_tensor_parallelism_under_fully_shard(ranks: Ranks) -> None:
+@on_ranks(4)
+def test_tensor_parallelism_under_fully_shard() -> None:
     for options in ({}, {"reshard_after_forward": False}):
-        ranks.run(both, (2, 2), options)
+        both((2, 2), options)
 
 
 @pytest.mark.thorough
@@ -62,8 +64,9 @@ def test_tensor_parallelism_and_two_axes_under_fully_shard() -> None:
         pool.close()
 
 
-def converted(how: str) -> None:
-    """Conversions keep what tensor parallelism has made of parameters."""
+@pytest.mark.parametrize("how", ["to_empty", "double"])
+@on_ranks(4)
+def test_conversions_keep_tensor_parallelism(how: str) -> None:
     tokens = tokens_for(0, 0, 0)
     model, _ = made(fsdp2, (2, 2), "meta" if how == "to_empty" else "cpu")
     torch.manual_seed(4)
@@ -71,7 +74,7 @@ def converted(how: str) -> None:
 
     def assert_same_gradients() -> None:
         for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(whole(mine.grad), theirs.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(full(mine.grad), theirs.grad, rtol=1e-4, atol=1e-6)
 
     if how == "to_empty":
         model.to_empty(device="cpu")
@@ -84,15 +87,10 @@ def converted(how: str) -> None:
         plain, model = plain.double(), model.double()
         assert_same_gradients()
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert torch.equal(whole(mine), theirs.detach()), name
+        assert torch.equal(full(mine), theirs.detach()), name
         assert mine.flat_placement.spread is not None, name
     loss, expected = model(tokens), plain(tokens)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()  # in addition to the earlier ones
     expected.backward()
     assert_same_gradients()
-
-
-@pytest.mark.parametrize("how", ["to_empty", "double"])
-def test_conversions_keep_tensor_parallelism(ranks: Ranks, how: str) -> None:
-    ranks.run(converted, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import io
 import math
@@ -27,7 +28,9 @@ from fsdp_engine.flat_dtensor import (
     flat_range_boxes,
     functions,
 )
+from fsdp_engine.optim import shard_optimizer
 from tests.optim.pair import mesh_in_name_only
+from tests.reference import nothing
 from tests.torch_versions import compiled_code_raises, marks_gradients
 
 SHAPE, START, STOP = (6, 5), 7, 19
@@ -119,9 +122,11 @@ def test_a_flat_shard_is_a_shard_of_no_dim() -> None:
 # --- changes ---
 
 
-def step_fused(param: Any) -> None:
+def step(param: Any, wrap: Callable[[Any], object] = nothing, **form: bool) -> None:
     param.grad = torch.full_like(param, -1.0, requires_grad=False)
-    torch.optim.SGD([param], lr=1.0, fused=True).step()
+    optimizer = torch.optim.SGD([param], lr=1.0, **form)
+    wrap(optimizer)
+    optimizer.step()
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
@@ -130,7 +135,11 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "detach": lambda param: param.detach().fill_(1),
     "local": lambda param: param.local.fill_(1),
     "foreach": torch.no_grad()(lambda param: torch._foreach_add_([param], 1)),
-    "fused": step_fused,
+    "fused": functools.partial(step, fused=True),
+    **{
+        f"sharded, {form}": functools.partial(step, wrap=shard_optimizer, **form)
+        for form in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    },
 }
 
 

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
 from fsdp_engine.flat_dtensor.full_reductions import FullNorm
 from tests.checkpoint.scene import shared_folder
 from tests.pool import Ranks, on_ranks
+from tests.training import mesh_of
 
 SHAPES: list[tuple[int, ...]] = [(), (1,), (3,), (17,), (4, 5), (2, 3, 7), (0,), (2, 0, 3), (1, 64)]
 # (mesh shape, number of sharded axes)
@@ -46,10 +47,6 @@ def flat_of(full: Tensor, mesh: DeviceMesh, num_cut: int, seed: int = 0) -> Flat
     return FlatDTensor.from_flat_local(full.reshape(-1)[start:stop].clone(), placement)
 
 
-def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
-    return init_device_mesh("cpu", shape)
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     assert a.shape == b.shape
     assert a.dtype == b.dtype
@@ -64,7 +61,7 @@ INTEGERS = [torch.int64, torch.int8, torch.uint8, torch.bool]
 
 
 def whole_tensors_are_exact(mesh_shape: tuple[int, ...], num_cut: int) -> None:
-    mesh = mesh_of(mesh_shape)
+    mesh = mesh_of(*mesh_shape)
     for shape in SHAPES:
         for dtype in FLOATS + (OTHERS + INTEGERS if len(shape) < 2 else []):
             num_bytes = math.prod(shape) * dtype.itemsize
@@ -125,7 +122,7 @@ OF_LISTS: list[Callable[[Any], Any]] = [
 
 
 def reductions_agree(mesh_shape: tuple[int, ...], num_cut: int) -> None:
-    mesh = mesh_of(mesh_shape)
+    mesh = mesh_of(*mesh_shape)
     for shape in SHAPES:
         for spoiled in (False, True) if shape in ((), (17,), (4, 5)) else (False,):
             full = torch.randn(shape)
@@ -156,7 +153,7 @@ def test_full_tensors_and_reductions_are_exact(
 
 @on_ranks(4)
 def test_reductions_are_differentiable() -> None:
-    mesh = mesh_of((2, 2))
+    mesh = mesh_of(2, 2)
     for shape in [(4, 5), (), (3,)]:
         for reduction in (
             lambda t: (t * t).sum(),
@@ -176,7 +173,7 @@ def test_reductions_are_differentiable() -> None:
 
 @on_ranks(4)
 def test_a_norm_does_not_overflow_where_the_sum_of_squares_would() -> None:
-    mesh, rank = mesh_of((4,)), dist.get_rank()
+    mesh, rank = mesh_of(4), dist.get_rank()
     placement = FlatPlacement.on_mesh((4,), rank, rank + 1, mesh, 1)
     norm = FlatDTensor.from_flat_local(torch.tensor([1.5e19]), placement).norm()
     assert norm.item() == pytest.approx(3e19)
@@ -184,7 +181,7 @@ def test_a_norm_does_not_overflow_where_the_sum_of_squares_would() -> None:
 
 @on_ranks(4)
 def test_every_rank_gets_the_same_answer() -> None:
-    mesh = mesh_of((4,))
+    mesh = mesh_of(4)
     full = torch.rand(4, 5)
     a, b = flat_of(full, mesh, 1), flat_of(full, mesh, 1)
     assert torch.equal(a, b)
@@ -201,7 +198,7 @@ def test_every_rank_gets_the_same_answer() -> None:
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @on_ranks(4)
 def test_clipping_equals_that_of_full_gradients_with_one_reduction(norm_type: float) -> None:
-    mesh = mesh_of((2, 2))
+    mesh = mesh_of(2, 2)
     for foreach in (None, True, False):
         shapes = [shape for shape in SHAPES if math.prod(shape)]
         full = [nn.Parameter(torch.randn(shape)) for shape in shapes]
@@ -225,7 +222,7 @@ def test_clipping_equals_that_of_full_gradients_with_one_reduction(norm_type: fl
 
 @on_ranks(4)
 def test_a_rank_that_overflows_stops_all() -> None:
-    mesh, full = mesh_of((4,)), torch.rand(4, 5)
+    mesh, full = mesh_of(4), torch.rand(4, 5)
     for overflow in (False, True):
         param: Any = nn.Parameter(flat_of(full, mesh, 1))
         grad = torch.full((4, 5), 8.0)
@@ -247,7 +244,7 @@ def test_a_rank_that_overflows_stops_all() -> None:
 
 @on_ranks(4)
 def test_checkpoints_of_plain_and_of_distributed_tensors_load() -> None:
-    mesh = mesh_of((4,))
+    mesh = mesh_of(4)
     full = torch.arange(20.0).view(4, 5)
     saved = {"plain": full, "sharded": distribute_tensor(full, mesh, [Shard(1)])}
     path = shared_folder()
@@ -260,7 +257,7 @@ def test_checkpoints_of_plain_and_of_distributed_tensors_load() -> None:
 
 @on_ranks(4)
 def test_copy_takes_the_slice_of_any_distributed_tensor() -> None:
-    mesh, full = mesh_of((4,)), torch.rand(6, 5)
+    mesh, full = mesh_of(4), torch.rand(6, 5)
     flat = flat_of(torch.zeros(6, 5), mesh, 1)
     for other in (distribute_tensor(full, mesh, [Shard(0)]), flat_of(full + 1, mesh, 1, seed=9)):
         flat.copy_(other)
@@ -269,7 +266,7 @@ def test_copy_takes_the_slice_of_any_distributed_tensor() -> None:
 
 @on_ranks(4)
 def test_a_plain_tensor_is_modified_in_place_with_full_operands() -> None:
-    mesh = mesh_of((4,))
+    mesh = mesh_of(4)
     full = torch.rand(6, 5)
     flat = flat_of(full, mesh, 1)
     plain = torch.ones(6, 5)
@@ -289,7 +286,7 @@ def test_a_plain_tensor_is_modified_in_place_with_full_operands() -> None:
 @on_ranks(4)
 def test_values_drawn_by_ranks_with_different_seeds_are_one_tensor_on_all_replicas() -> None:
     for shape, num_cut in (((4,), 1), ((4,), 0), ((2, 2), 1), ((2, 2), 2)):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
+        mesh = mesh_of(*shape)
         tensor = flat_of(torch.zeros(4, 5), mesh, num_cut)
         torch.manual_seed(dist.get_rank())
         nn.init.normal_(tensor)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from fsdp_engine import fsdp2
 from tests.models import Block
-from tests.reference import nothing, sgd
+from tests.reference import full, nothing, sgd
 
 APIS = {"fsdp2": fsdp, "fsdp_engine": fsdp2}
 VOCABULARY, DIM, LENGTH = 37, 24, 6
@@ -104,13 +104,9 @@ def parallelize(api: Any, model: Any, mesh: DeviceMesh | None = None, **options:
     return model
 
 
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name.replace("_checkpoint_wrapped_module.", ""): whole(param.grad).clone()
+        name.replace("_checkpoint_wrapped_module.", ""): full(param.grad)
         for name, param in model.named_parameters()
         if param.grad is not None
     }
@@ -154,12 +150,12 @@ def train(
             total += loss.detach()
         log.gradients = log.gradients or gradients(model)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        log.norms.append(float(whole(norm)))
+        log.norms.append(float(full(norm)))
         optimizer.step()
         optimizer.zero_grad()
         dist.all_reduce(total)
         log.losses.append(float(total / size))
-    log.weights = {name: whole(value) for name, value in model.state_dict().items()}
+    log.weights = {name: full(value) for name, value in model.state_dict().items()}
     return log
 
 

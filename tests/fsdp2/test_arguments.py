@@ -18,6 +18,13 @@ from fsdp_engine import fsdp2
 from tests.fsdp2.programs import assert_alike, batch, loss_of, parallelize, seeded
 from tests.pool import on_ranks
 
+
+def sharing_memory() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.bias = nn.Parameter(layer.weight.detach()[0])
+    return layer
+
+
 RESHARD, PLACEMENTS, STRATEGY = "reshard_after_forward", "shard_placement_fn", "strategy"
 NOT_THERE = NotImplementedError
 BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -28,6 +35,7 @@ BAD: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, f"{PLACEMENTS}: expected a dim", {PLACEMENTS: lambda p: Shard(7)}),
     (ValueError, "at least one; found an empty list", {"module": []}),
     (ValueError, "does not support containers", {"module": nn.ModuleList([nn.Linear(3, 4)])}),
+    (ValueError, "weight: expected a parameter with memory of its", {"module": sharing_memory()}),
     (TypeError, "offload_policy: expected a torch", {"offload_policy": "cpu"}),
     (TypeError, "mp_policy: expected a torch", {"mp_policy": fe.MixedPrecisionPolicy()}),
     (TypeError, "module: expected a torch.nn.Module", {"module": 3}),
@@ -42,8 +50,12 @@ def test_bad_arguments_raise_on_all_ranks_and_change_nothing() -> None:
     torch.manual_seed(1)
     linear = nn.Linear(3, 4)
     for kind, message, arguments in BAD:
+        arguments = {"module": linear, **arguments}
+        params = list(getattr(arguments["module"], "parameters", list)())
         with pytest.raises(kind, match=message):
-            fsdp2.fully_shard(**{"module": linear, **arguments})
+            fsdp2.fully_shard(**arguments)
+        after = getattr(arguments["module"], "parameters", list)()
+        assert all(one is other for one, other in zip(params, after, strict=True))
     # The same if the ranks differ.
     is_second = dist.get_rank() == 1
     with pytest.raises(ValueError, match="divisor"):
@@ -58,16 +70,6 @@ def test_bad_arguments_raise_on_all_ranks_and_change_nothing() -> None:
     assert type(linear.weight) is nn.Parameter
     fsdp2.fully_shard(linear)
     linear(torch.ones(2, 3)).sum().backward()
-
-
-@on_ranks(2)
-def test_parameters_that_share_memory_are_refused() -> None:
-    layer = nn.Linear(4, 4)
-    layer.bias = nn.Parameter(layer.weight.detach()[0])
-    before = dict(layer.named_parameters())
-    with pytest.raises(ValueError, match=r"weight: expected a parameter with memory of its own"):
-        fsdp2.fully_shard(layer)
-    assert all(param is before[name] for name, param in layer.named_parameters())
 
 
 @on_ranks(2)

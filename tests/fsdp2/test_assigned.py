@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -17,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import MixedPrecisionPolicy, fully_shard
 from tests.models import vector_batch
-from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.pool import on_few_ranks, on_ranks
 from tests.reference import full, sgd
 
 Maker = Callable[[], nn.Module]
@@ -80,7 +79,12 @@ def distributed(model: nn.Module, values: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def train_assigned(when: str) -> None:
+WAYS = ["optimizer last", "optimizer first", "after to_empty", "in two parts", "tied"]
+
+
+@pytest.mark.parametrize("when", WAYS)
+@on_few_ranks
+def test_assigned_values_train_as_one_process(when: str) -> None:
     make = tied if when == "tied" else plain
     model = sharded(make)
     optimizer = adamw(model.parameters()) if when == "optimizer first" else None
@@ -102,15 +106,6 @@ def train_assigned(when: str) -> None:
         assert_trains_as_one_process(model, optimizer, make)
 
 
-WAYS = ["optimizer last", "optimizer first", "after to_empty", "in two parts", "tied"]
-
-
-@pytest.mark.parametrize("when", WAYS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_assigned_values_train_as_one_process(ranks: Ranks, num_ranks: int, when: str) -> None:
-    ranks.run(train_assigned, when, world_size=num_ranks)
-
-
 @on_ranks(2)
 def test_an_optimizer_may_be_built_on_the_meta_device() -> None:
     for is_early in (True, False):
@@ -128,8 +123,10 @@ def tied_and_more() -> nn.Sequential:
     return nn.Sequential(tied(), nn.Linear(6, 6))
 
 
-def assign_different_ties(make: Maker, name: str) -> None:
-    """Values of two names differ in one element, which one rank holds."""
+@pytest.mark.parametrize(("make", "name"), [(tied, "2.weight"), (tied_and_more, "0.2.weight")])
+@on_few_ranks
+def test_two_values_for_a_tied_parameter_raise_on_all_ranks(make: Maker, name: str) -> None:
+    """They differ in one element, which one rank holds."""
     for element in (0, 35):
         values = values_of(make)
         model = sharded(make)
@@ -139,15 +136,6 @@ def assign_different_ties(make: Maker, name: str) -> None:
         state = distributed(model, values)
         with pytest.raises(RuntimeError, match="assignment to one name of a parameter that is ti"):
             model.load_state_dict(state, assign=True)
-        dist.barrier()
-
-
-@pytest.mark.parametrize(("make", "name"), [(tied, "2.weight"), (tied_and_more, "0.2.weight")])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_two_values_for_a_tied_parameter_raise_on_all_ranks(
-    ranks: Ranks, num_ranks: int, make: Maker, name: str
-) -> None:
-    ranks.run(assign_different_ties, make, name, world_size=num_ranks)
 
 
 @on_ranks(2)
@@ -229,7 +217,10 @@ def load(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     optimizer.load_state_dict(state)
 
 
-def resume(name: str, wrapped: bool) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_few_ranks
+def test_state_loaded_by_hand_trains_as_if_uninterrupted(name: str, wrapped: bool) -> None:
     def make(model: nn.Module) -> Any:
         optimizer = OPTIMIZERS[name](model.parameters())
         return fe.shard_optimizer(optimizer) if wrapped else optimizer
@@ -248,12 +239,3 @@ def resume(name: str, wrapped: bool) -> None:
     torch.testing.assert_close(full_state(again), saved, rtol=0, atol=0)
     found = losses_of(other, again, range(2, 4)), full_state(again)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_state_loaded_by_hand_trains_as_if_uninterrupted(
-    ranks: Ranks, num_ranks: int, name: str, wrapped: bool
-) -> None:
-    ranks.run(resume, name, wrapped, world_size=num_ranks)

@@ -8,21 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
 from fsdp_engine import fsdp2
-from tests.fsdp2.programs import batch, loss_of, parallelize, seeded, whole
+from tests.fsdp2.programs import batch, loss_of, parallelize, seeded
 from tests.pool import Ranks, on_ranks
+from tests.reference import full
+from tests.training import mesh_of
 
 clip = torch.nn.utils.clip_grad_norm_
 
 
 def compare(order: float, foreach: bool, num_axes: int) -> list[Tensor]:
-    mesh = init_device_mesh(
-        "cpu", (2,) * num_axes, mesh_dim_names=("replicate", "shard")[-num_axes:]
-    )
+    mesh = mesh_of(*[2] * num_axes)
 
     def script(api: Any) -> list[Tensor]:
         model = parallelize(api, seeded(), mesh=mesh)
@@ -30,14 +29,14 @@ def compare(order: float, foreach: bool, num_axes: int) -> list[Tensor]:
         norm: Any = clip(model.parameters(), 0.1, order, foreach=foreach)
         assert isinstance(norm, DTensor)
         assert norm.device_mesh == mesh
-        full = norm.full_tensor()
-        assert type(full) is Tensor
+        total = norm.full_tensor()
+        assert type(total) is Tensor
         if api is fsdp2:  # as programs use it
-            assert norm.item() == float(norm) == full.item()
-            assert bool(norm > 0.1) is bool(full > 0.1)
+            assert norm.item() == float(norm) == total.item()
+            assert bool(norm > 0.1) is bool(total > 0.1)
             assert torch.isfinite(norm)
-            torch.testing.assert_close(norm.to_local(), full)
-        return [full, whole(clip(model.parameters(), 1e9, order, error_if_nonfinite=True))]
+            torch.testing.assert_close(norm.to_local(), total)
+        return [total, full(clip(model.parameters(), 1e9, order, error_if_nonfinite=True))]
 
     found = script(fsdp2)
     torch.testing.assert_close(found, script(torch.distributed.fsdp), rtol=1e-5, atol=1e-6)
@@ -64,16 +63,7 @@ def test_the_norm_is_a_plain_tensor_with_shard_and_with_plain_gradients() -> Non
     part = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fsdp2.fully_shard(part[0])
     part(torch.ones(2, 4)).sum().backward()
-    expected = math.hypot(*(whole(param.grad).norm().item() for param in part.parameters()))
+    expected = math.hypot(*(full(param.grad).norm().item() for param in part.parameters()))
     norm = clip(part.parameters(), 1.0)
     assert not isinstance(norm, DTensor)
     torch.testing.assert_close(norm.item(), expected)
-
-
-@on_ranks(2)
-def test_the_norm_is_a_dtensor_after_a_conversion() -> None:
-    model = parallelize(fsdp2, seeded())
-    model.double()
-    inputs = [each.double() if each.is_floating_point() else each for each in batch(0, 0, 0)]
-    loss_of(model, *inputs).backward()
-    assert isinstance(clip(model.parameters(), 1.0), DTensor)

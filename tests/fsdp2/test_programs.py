@@ -116,10 +116,6 @@ def tied(api: Any, model: Any) -> Any:
     return api.fully_shard(model)
 
 
-def difference_of_two_forwards(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-    return (model(tokens) - model(targets)).pow(2).mean()
-
-
 def choose_layer(model: Any, index: int, is_last: bool) -> None:
     model.only_layer = index == 1
 
@@ -155,10 +151,6 @@ def other_forward(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 def checkpoint_layers(model: Any) -> None:
     for layer in model.layers.values():
         checkpoint(layer)
-
-
-def wrap_layers(model: Any) -> None:
-    apply_activation_checkpointing(model, check_fn=lambda each: isinstance(each, Layer))
 
 
 # Calls after which results are the same: none undoes another's effect.
@@ -215,13 +207,18 @@ PROGRAMS: dict[str, Program] = {
         prepare=freeze_norms, options=lambda api: {"shard_placement_fn": by_last_dim}
     ),
     "tied": Program(prepare=tie, shard=tied),
-    "two forwards": Program(loss_of=difference_of_two_forwards),
+    "two forwards": Program(
+        loss_of=lambda model, tokens, targets: (model(tokens) - model(targets)).pow(2).mean()
+    ),
     "one layer by itself": Program(before=choose_layer, loss_of=model_or_layer),
     "another forward": Program(shard=with_another_forward(None), loss_of=other_forward),
     "functions of torch": Program(shard=with_another_forward(fsdp), loss_of=other_forward),
     "checkpoint": PLAIN.but(prepare=checkpoint_layers),
     "checkpoint wrapper of kept parameters": PLAIN.but(
-        prepare=wrap_layers, options=lambda api: {"reshard_after_forward": False}
+        prepare=lambda model: apply_activation_checkpointing(
+            model, check_fn=lambda each: isinstance(each, Layer)
+        ),
+        options=lambda api: {"reshard_after_forward": False},
     ),
     "settings": PLAIN.but(before=change_settings),
     "divisor": Program(set_up=divide_by_3, max_norm=1e6),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine import fsdp2
+from tests.checkpoint.scene import shared_folder
 from tests.fsdp2.programs import (
     APIS,
     Log,
@@ -30,9 +30,9 @@ from tests.fsdp2.programs import (
     parallelize,
     seeded,
     train,
-    whole,
 )
-from tests.pool import Ranks, on_ranks
+from tests.pool import on_ranks
+from tests.reference import full
 
 TOKENS, TARGETS = batch(0, 0, 0)
 
@@ -64,14 +64,12 @@ def resume(api: Any, folder: str) -> Log:
     return train(model, optimizer, range(2, 4))
 
 
-def exchange(folder: str) -> None:
+@on_ranks(2)
+def test_checkpoints_go_from_one_to_the_other() -> None:
+    folder = shared_folder()
     for name, other in (("fsdp2", "fsdp_engine"), ("fsdp_engine", "fsdp2")):
         expected = save(APIS[name], f"{folder}/{name}")
         assert resume(APIS[other], f"{folder}/{name}") == expected
-
-
-def test_checkpoints_go_from_one_to_the_other(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(exchange, str(tmp_path), world_size=2)
 
 
 @on_ranks(2)
@@ -114,10 +112,10 @@ def test_conversions() -> None:
     weight = model.head.weight
     assert model.to("cpu").cpu().float() is model
     assert model.head.weight is weight
-    values = whole(weight.detach())
+    values = full(weight.detach())
     model.bfloat16()
     assert model.angles.dtype == model.head.weight.dtype == torch.bfloat16
-    torch.testing.assert_close(whole(model.head.weight), values.bfloat16())
+    torch.testing.assert_close(full(model.head.weight), values.bfloat16())
     with pytest.raises(ValueError, match="meta"):
         model.to("meta")
     model.float()
@@ -126,8 +124,9 @@ def test_conversions() -> None:
     assert model.head.weight.grad is not None
     assert model.float() is model
     assert model.double().head.weight.grad.dtype == torch.float64
+    assert isinstance(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0), DTensor)
     loss_of(model, TOKENS, TARGETS).backward()
-    torch.testing.assert_close(whole(weight.detach()).bfloat16(), values.bfloat16())
+    torch.testing.assert_close(full(weight.detach()).bfloat16(), values.bfloat16())
 
 
 @on_ranks(2)
@@ -147,4 +146,4 @@ def test_meta_parameters_are_looked_at_and_moved() -> None:
         found = {(each.dtype, each.device.type) for each in model.parameters()}
         assert found == {(torch.bfloat16, device)}
     model.init_weights()
-    assert all(bool(whole(each).isfinite().all()) for each in model.parameters())
+    assert all(bool(full(each).isfinite().all()) for each in model.parameters())

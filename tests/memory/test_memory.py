@@ -25,7 +25,7 @@ from fsdp_engine.memory.host_memory import HostBlock
 from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.models import DIM, NUM_BLOCKS, Even, odd_model, vector_batch
 from tests.pairs import PAIRS_AND_WAYS
-from tests.pool import Ranks, on_ranks
+from tests.pool import on_ranks
 from tests.training import POLICIES, mesh_of
 
 
@@ -91,10 +91,10 @@ def real_bytes(engine: Any) -> int:
     )
 
 
-def rest_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, Any, Any]]:
-    """(what, found, expected) at rest, over dtypes, before and after steps."""
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
+@on_ranks(4)
+def test_bytes_at_rest_are_those_of_the_formulas(strategy: str, outer: str, all_ways: bool) -> None:
     levels = Strategy.from_names(strategy, outer)
-    pairs: list[tuple[str, Any, Any]] = []
     for number, (name, (policy, *_)) in enumerate(POLICIES.items()):
         for make in (Even, odd_model) if all_ways else ((Even, odd_model)[number % 2],):
             model = make()
@@ -103,35 +103,20 @@ def rest_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
             layouts = [buffer.layout for buffer in engine.buffers]
             numel = sum(layout.numel for layout in layouts)
             num_elements = sum(p.numel() for p in model.parameters())
-            found = sum(layout.num_tensor_elements for layout in layouts)
-            pairs.append((f"{name}: elements", found, num_elements))
+            assert sum(layout.num_tensor_elements for layout in layouts) == num_elements
             # Shards of four ranks are at most 64 elements a rank and tensor longer.
             assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(layouts)
             for num_steps in range(3):
                 # Where something is cut, gradients' memory goes when they are cleared.
                 stays = num_steps > 0 and part(levels, Role.OPTIM) == 1
                 expected = expected_rest(levels, numel, name, has_grads=stays)
-                case = f"{name}, {type(model).__name__}, after {num_steps} steps"
-                pairs.append((f"{case}: at rest", engine.memory_bytes(), expected))
-                pairs.append((f"{case}: storages", real_bytes(engine), sum(expected.values())))
+                assert engine.memory_bytes() == expected, (name, num_steps)
+                assert real_bytes(engine) == sum(expected.values()), (name, num_steps)
                 step(model, engine, optimizer)
             weights = expected_rest(levels, numel, name, False)
+            assert sum(each.weights.rest_bytes for each in engine.buffers) == sum(weights.values())
             grads = expected_rest(levels, numel, name, True).get("grad", 0)
-            at_rest = (
-                sum(buffer.weights.rest_bytes for buffer in engine.buffers),
-                sum(buffer.grads.rest_bytes for buffer in engine.buffers),
-            )
-            pairs.append((f"{name}: properties", at_rest, (sum(weights.values()), grads)))
-    return pairs
-
-
-@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
-def test_bytes_at_rest_are_those_of_the_formulas(
-    ranks: Ranks, strategy: str, outer: str, all_ways: bool
-) -> None:
-    for pairs in ranks.run(rest_of_pair, strategy, outer, all_ways):
-        for what, found, expected in pairs:
-            assert found == expected, what
+            assert sum(each.grads.rest_bytes for each in engine.buffers) == grads
 
 
 def expected_peak(
@@ -166,16 +151,16 @@ def expected_peak(
     return {**rest, **{role: count for role, count in peak.items() if count}}
 
 
-def peak_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, Any, Any]]:
-    """(what, found, expected) at the peak of a step, over dtypes and budgets."""
-    levels = Strategy.from_names(strategy, outer)
-    pairs: list[tuple[str, Any, Any]] = []
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
+@on_ranks(4)
+def test_bytes_at_peak_follow_from_levels_and_budget(
+    strategy: str, outer: str, all_ways: bool
+) -> None:
     ahead = {"fp32": (0, 2), "bf16": (1, 100)}
     for name in ("fp32", "bf16"):
         for num_blocks_ahead in (0, 1, 2, 100) if all_ways else ahead[name]:
-            block = Even().blocks[0]
-            budget = num_blocks_ahead * sum(p.numel() for p in block.parameters())
             model = Even()
+            budget = num_blocks_ahead * sum(p.numel() for p in model.blocks[0].parameters())
             engine = fe.shard(
                 model,
                 mesh_of(2, 2),
@@ -191,19 +176,9 @@ def peak_of_pair(strategy: str, outer: str, all_ways: bool) -> list[tuple[str, A
             step(model, engine, optimizer)
             engine.peak_memory_bytes(reset=True)
             step(model, engine, optimizer, num_micro=1)
+            levels = Strategy.from_names(strategy, outer)
             expected = expected_peak(levels, root, blocks[0], budget, name)
-            case = f"{name}, budget of {num_blocks_ahead} blocks"
-            pairs.append((case, engine.peak_memory_bytes(), expected))
-    return pairs
-
-
-@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
-def test_bytes_at_peak_follow_from_levels_and_budget(
-    ranks: Ranks, strategy: str, outer: str, all_ways: bool
-) -> None:
-    for pairs in ranks.run(peak_of_pair, strategy, outer, all_ways):
-        for what, found, expected in pairs:
-            assert found == expected, what
+            assert engine.peak_memory_bytes() == expected, (name, num_blocks_ahead)
 
 
 @on_ranks(world_size=2)

@@ -85,7 +85,8 @@ def mesh_in_name_only() -> Iterator[DeviceMesh]:
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD with signs, state in Python numbers, state of no parameter, deletions and defaults."""
+    """SGD with signs, state in Python numbers, state of no parameter, deletions and defaults. Looks
+    its state up as any dict lets it: by ``in``, ``get`` and in loops."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "num_steps": 0})
@@ -99,7 +100,9 @@ class Counting(torch.optim.Optimizer):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                state = self.state[p]
+                if p not in self.state:
+                    self.state[p] = {}
+                state = self.state.get(p, {})
                 state.setdefault("num_steps", 0)
                 state["num_steps"] += 1
                 state.update(last=p.grad.sign(), scratch=torch.ones(2))
@@ -107,3 +110,13 @@ class Counting(torch.optim.Optimizer):
                 del state["scratch"]
                 state.pop("absent", None)
                 p.sub_(state["last"], alpha=group["lr"] / state["num_steps"])
+        for key, state in self.state.items():
+            if key != "all":
+                state["last"].mul_(0.5)
+                assert key.shape == state["last"].shape
+        last = self.param_groups[0]["params"][-1]
+        if last in self.state:
+            state = self.state.pop(last)
+            assert last not in self.state
+            self.state[last] = state
+        assert len(self.state) == len(list(self.state.values()))

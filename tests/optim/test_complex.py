@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -63,17 +64,11 @@ OPTIMIZERS: dict[str, Callable[[Iterable[Tensor]], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(("name", "level"), zip(OPTIMIZERS, itertools.cycle(LEVELS), strict=False))
 @on_ranks(2)
-def test_complex_parameters_take_each_optimizer(name: str) -> None:
+def test_complex_parameters_take_each_optimizer(name: str, level: str) -> None:
     wrap = fe.shard_optimizer if name.startswith("sharded") else nothing
-    SCENARIO.but(optimizer=OPTIMIZERS[name], wrap=wrap).check()
-
-
-@on_ranks(2)
-def test_complex_parameters_train_as_one_process_at_each_level() -> None:
-    for level in LEVELS:
-        SCENARIO.but(optimizer=OPTIMIZERS["sgd"], pair=(level, "no_shard")).check()
+    SCENARIO.but(optimizer=OPTIMIZERS[name], wrap=wrap, pair=(level, "no_shard")).check()
 
 
 @on_ranks(2)

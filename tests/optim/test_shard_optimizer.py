@@ -25,16 +25,17 @@ from torch.optim.optimizer import (
 )
 
 import fsdp_engine as fe
-from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.optim.state_format import QUANTIZING_PACKAGES, StateFormat
+from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.optim.whole_tensor_steps import WholeTensorSteps
 from tests.models import odd_model, vector_batch
 from tests.optim.optimizers import FUSED, OPTIMIZERS
 from tests.optim.pair import Counting, Pair, check_state, flat, mesh_in_name_only, step_both
 from tests.pool import Ranks
-from tests.reference import full
+from tests.reference import full, nothing
 
 
 @pytest.fixture(scope="module")
@@ -135,20 +136,6 @@ def test_gradients_of_another_dtype_are_cast(mesh: DeviceMesh) -> None:
     pair.check(sharded, plain)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_step_counts_as_a_change_of_the_buffer(mesh: DeviceMesh, form: str) -> None:
-    buffer = torch.zeros(64)
-    placement = FlatPlacement.on_mesh((6, 5), 7, 19, mesh, 1)
-    param: Any = nn.Parameter(FlatDTensor.from_flat_local(buffer[20:32], placement))
-    param.grad = flat(mesh, (6, 5), 7, 19)
-    optimizer = shard_optimizer(torch.optim.AdamW([param], **FORMS[form]))
-    for _ in range(2):
-        before = buffer._version
-        optimizer.step()
-        assert buffer._version > before
-    assert buffer[20:32].all()
-
-
 def test_plain_parameters_pass_through(mesh: DeviceMesh) -> None:
     pair = Pair(mesh)
     extra, other = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3))
@@ -231,6 +218,41 @@ def test_hooks_see_the_optimizer_and_its_sharded_parameters(mesh: DeviceMesh) ->
         for handle in handles:
             handle.remove()
     assert seen == ["global before", "before", "late before", "after", "global after"]
+
+
+def test_gradients_and_rates_that_a_later_hook_sets_are_used(mesh: DeviceMesh) -> None:
+    def halve(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = param.grad / 2
+        optimizer.param_groups[0]["lr"] = 0.7
+
+    pair, sharded, plain = made(mesh, torch.optim.SGD, lr=0.1)
+    for optimizer in (sharded, plain):
+        optimizer.register_step_pre_hook(halve)
+    step_both(pair, sharded, plain)
+    pair.check(sharded, plain)
+
+
+class Listener:
+    """Appends its number to ``called`` after a step."""
+
+    def __init__(self, number: int, called: list[int]) -> None:
+        self.number, self.called = number, called
+
+    optimizer_steps = nothing
+
+    def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        self.called.append(self.number)
+
+
+def test_listeners_are_called_in_the_order_in_which_they_were_registered() -> None:
+    called: list[int] = []
+    listeners = [Listener(number, called) for number in range(64)]
+    for listener in listeners:
+        add_step_listener(listener)
+    del listeners[10:20]
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
+    assert called == [*range(10), *range(20, 63), 63]
 
 
 def test_a_closure_computes_with_the_sharded_parameters(mesh: DeviceMesh) -> None:
@@ -410,55 +432,28 @@ def test_a_subclass_with_its_ancestors_step_is_taken(mesh: DeviceMesh) -> None:
         pair.check()
 
 
-class Lookup(torch.optim.Optimizer):
-    """Looks its state up as any dict lets it: by ``in``, ``get`` and in loops."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in self.param_groups[0]["params"]:
-            if param not in self.state:
-                self.state[param] = {"sum": torch.zeros_like(param)}
-            total = self.state.get(param, {})["sum"]
-            total.add_(param.grad)
-            param.sub_(total, alpha=0.1)
-        assert len(self.state) == len(self.param_groups[0]["params"])
-        for state in self.state.values():
-            state["sum"].mul_(0.5)
-        last = self.param_groups[0]["params"][-1]
-        self.state.setdefault("last", []).append(self.state.pop(last)["sum"].tolist())
-        assert last not in self.state
-        self.state[last] = {"sum": torch.tensor(self.state["last"][-1])}
-        del self.state["last"]
-        assert [p.shape for p in self.state] == [s["sum"].shape for _, s in self.state.items()]
-
-
-def test_state_of_plain_parameters_is_found_in_each_way(mesh: DeviceMesh) -> None:
-    pair = Pair(mesh)
-    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]
-    sharded = shard_optimizer(Lookup([*pair.flat, others[0]]), elementwise=True)
-    plain = Lookup([*pair.plain, others[1]])
-    for _ in range(3):
-        for other in others:
-            other.grad = torch.tensor([1.0, 2.0, 3.0])
-        step_both(pair, sharded, plain)
-        sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
-    pair.check()
-    assert torch.equal(*others)
-
-
 def test_any_elementwise_optimizer_may_be_declared_so(mesh: DeviceMesh) -> None:
     pair = Pair(mesh)
-    sharded, plain = shard_optimizer(Counting(pair.flat), elementwise=True), Counting(pair.plain)
-    step_both(pair, sharded, plain, num_steps=3)
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]  # that are not sharded
+    sharded = shard_optimizer(Counting([*pair.flat, others[0]]), elementwise=True)
+    plain = Counting([*pair.plain, others[1]])
+
+    def step(num_steps: int) -> None:
+        for _ in range(num_steps):
+            for other in others:
+                other.grad = torch.tensor([1.0, 2.0, 3.0])
+            step_both(pair, sharded, plain)
+        assert torch.equal(*others)
+
+    step(3)
     assert sharded.num_calls == 3
     assert sharded.param_groups[0]["num_steps"] == 3
-    assert sharded.state.pop("all") == {"num_calls": 3}
+    assert sharded.state.pop("all") == plain.state.pop("all") == {"num_calls": 3}
+    sharded.load_state_dict(copy.deepcopy(sharded.state_dict()))
+    step(1)
+    assert sharded.state.pop(others[0]).keys() == plain.state.pop(others[1]).keys()
+    del sharded.state["all"], plain.state["all"]
     pair.check(sharded, plain)
-    step_both(pair, sharded, plain)
-    pair.check()
 
 
 def test_differentiable_optimizers_and_other_objects_are_refused(mesh: DeviceMesh) -> None:

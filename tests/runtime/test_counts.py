@@ -19,46 +19,8 @@ from fsdp_engine.strategies import Axis, Role, Strategy
 from tests.messages import GATHERS, REDUCTIONS, Messages, count_step, expected_collectives
 from tests.models import Chain, LoraLinear, Stack, vector_batch
 from tests.pairs import EVERY_PAIR
-from tests.pool import Ranks, on_ranks
+from tests.pool import on_ranks
 from tests.training import mesh_of
-
-
-def count_pair(strategy: str, outer: str) -> list[tuple[str, Any, Any]]:
-    """(what, found, expected) for each thing to compare."""
-    levels = Strategy.from_names(strategy, outer)
-    pairs: list[tuple[str, Any, Any]] = []
-    for dtype in (None, torch.bfloat16):
-        model = Stack()
-        engine = fe.shard(
-            model,
-            mesh_of(2, 2),
-            strategy,
-            outer,
-            mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype),
-        )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gathered = {axis: engine.mesh.axis(axis).gather_group.group_name for axis in Axis}
-        reduced = {axis: engine.mesh.axis(axis).reduce_group.group_name for axis in Axis}
-        control = engine.mesh.control_group.group_name
-        for step, num_micro in enumerate((1, 1, 3)):
-            messages = count_step(model, engine, optimizer, num_micro)
-            counts, sent = expected_collectives(engine, levels, num_micro)
-            found = {
-                label: count
-                for label, count in messages.operations.items()
-                if label.startswith(GATHERS + REDUCTIONS)
-            }
-            case = f"{dtype}, step {step}, {num_micro} microbatches"
-            pairs.append((f"{case}: collectives", found, dict(counts)))
-            usage = 2 * 3 * (sum(1 for _ in model.parameters()) + 16) // 4
-            expected_sent = {control: usage}
-            for (axis, kind), num_bytes in sent.items():
-                expected_sent[(gathered if kind == "gather" else reduced)[axis]] = num_bytes
-            pairs.append((f"{case}: bytes", dict(messages.sent), expected_sent))
-            calls = messages.calls[control, "allreduce_"]
-            pairs.append((f"{case}: messages about usage", calls, 1))
-            pairs.append((f"{case}: traffic", sent, traffic(engine, levels, num_micro)))
-    return pairs
 
 
 def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Axis, str]]:
@@ -83,12 +45,32 @@ def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Ax
 
 
 @pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
-def test_collectives_and_bytes_of_a_step_follow_from_the_levels(
-    ranks: Ranks, strategy: str, outer: str
-) -> None:
-    for pairs in ranks.run(count_pair, strategy, outer):
-        for what, found, expected in pairs:
-            assert found == expected, what
+@on_ranks(4)
+def test_collectives_and_bytes_of_a_step_follow_from_the_levels(strategy: str, outer: str) -> None:
+    levels = Strategy.from_names(strategy, outer)
+    for dtype in (None, torch.bfloat16):
+        model = Stack()
+        policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
+        engine = fe.shard(model, mesh_of(2, 2), strategy, outer, mp_policy=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        control = engine.mesh.control_group.group_name
+        for num_micro in (1, 1, 3):
+            messages = count_step(model, engine, optimizer, num_micro)
+            counts, sent = expected_collectives(engine, levels, num_micro)
+            assert sent == traffic(engine, levels, num_micro)
+            found = {
+                label: count
+                for label, count in messages.operations.items()
+                if label.startswith(GATHERS + REDUCTIONS)
+            }
+            assert found == dict(counts), (dtype, num_micro)
+            expected = {control: 2 * 3 * (sum(1 for _ in model.parameters()) + 16) // 4}
+            for (axis, kind), num_bytes in sent.items():
+                groups = engine.mesh.axis(axis)
+                group = groups.gather_group if kind == "gather" else groups.reduce_group
+                expected[group.group_name] = num_bytes
+            assert dict(messages.sent) == expected, (dtype, num_micro)
+            assert messages.calls[control, "allreduce_"] == 1  # about usage
 
 
 @on_ranks(world_size=2)

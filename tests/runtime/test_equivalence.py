@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 from functools import partial
 from typing import Any
 
@@ -19,10 +20,11 @@ import torch
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.models import Transformer, odd_model, token_batch, vector_batch
-from tests.pairs import EVERY_PAIR, PAIRS_AND_WAYS
+from tests.megatron.configs import config_of, train_wrapped
+from tests.models import Chain, Mlp, Transformer, odd_model, token_batch, vector_batch
+from tests.pairs import EVERY_PAIR, FEW_PAIRS, PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
-from tests.scenario import Scenario
+from tests.scenario import Run, Scenario
 from tests.training import OPTIMIZERS, mesh_of
 
 # [Note: Tolerances]
@@ -58,9 +60,9 @@ def scenario_of(way: Way) -> Scenario:
 
 
 @functools.cache
-def steps_alone(way: Way, num_ranks: int) -> list[reference.Step]:
+def alone(way: Way, num_ranks: int) -> Run:
     """The same for every pair of levels."""
-    return scenario_of(way).alone().steps
+    return scenario_of(way).alone()
 
 
 def compare(
@@ -69,11 +71,7 @@ def compare(
     mesh = mesh_of(*shape)
     for way in ALL_WAYS if all_ways else FEW_WAYS:
         scenario = scenario_of(way).but(pair=pair, mesh=mesh, wrap=wrap)
-        found = scenario.sharded().steps
-        expected = steps_alone(way, mesh.size())
-        assert scenario.later is not None
-        lines = reference.differences(found, expected, scenario.later, first=scenario.tolerance)
-        assert not lines, "\n".join([str(way), *lines[:12]])
+        scenario.check(alone(way, mesh.size()))
 
 
 @pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
@@ -83,24 +81,12 @@ def test_a_pair_of_levels_on_two_axes_trains_as_one_process(
     ranks.run(compare, (strategy, outer), (2, 2), all_ways)
 
 
-few_and_all_ways = pytest.mark.parametrize(
-    "all_ways", [False, pytest.param(True, marks=pytest.mark.thorough)]
-)
-
-
-@few_and_all_ways
+@pytest.mark.parametrize("all_ways", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("strategy", LEVELS)
-def test_a_level_on_one_axis_trains_as_one_process_with_a_sharded_optimizer(
+def test_a_level_trains_on_one_axis_with_a_sharded_optimizer_and_on_one_rank_alone(
     ranks: Ranks, strategy: str, all_ways: bool
 ) -> None:
     ranks.run(compare, (strategy, "no_shard"), (2,), all_ways, fe.shard_optimizer, world_size=2)
-
-
-@few_and_all_ways
-@pytest.mark.parametrize("strategy", LEVELS)
-def test_one_rank_alone_trains_as_plain_torch_does(
-    ranks: Ranks, strategy: str, all_ways: bool
-) -> None:
     ranks.run(compare, (strategy, strategy), (1, 1), all_ways, world_size=1)
 
 
@@ -110,7 +96,27 @@ def test_an_axis_of_size_one_changes_nothing(strategy: str, outer: str) -> None:
     """With odd parameters."""
     odd = Scenario(model=odd_model, batch=partial(vector_batch, width=7), pair=(strategy, outer))
     for shape in ((4, 1), (1, 4)):
-        odd.but(mesh=mesh_of(*shape)).check()
+        run = odd.but(mesh=shape).check()
+        assert (run.engine.mesh.outer.size, run.engine.mesh.inner.size) == shape
+        for name, param in run.model.named_parameters():
+            assert torch.equal(reference.full(pickle.loads(pickle.dumps(param))), run.weights[name])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_ranks(4)
+def test_the_wrapper_trains_on_two_axes_as_one_process(overlap: bool) -> None:
+    start = Chain(Mlp(), Mlp())
+    data = reference.make_data(vector_batch, 2, 3, 4)
+    expected = reference.train(copy.deepcopy(start), data)
+    # In a config without sharding there are no instances of the optimizer.
+    for number, pair in enumerate(FEW_PAIRS):
+        mesh = None if number else mesh_of(2, 2)
+        fields = {"num_distributed_optimizer_instances": 2} if number else {}
+        config = config_of(*pair, overlap=overlap, **fields)
+        ddp = fe.DistributedDataParallel(copy.deepcopy(start), config, mesh)
+        assert (ddp.engine.mesh.outer.size, ddp.engine.mesh.inner.size) == (2, 2)
+        found = train_wrapped(ddp, data)
+        assert not reference.differences(found, expected, 2e-5), pair
 
 
 def corrupt(steps: list[reference.Step], change: str) -> list[reference.Step]:

@@ -119,21 +119,6 @@ def retained_graph(side: Side) -> Iterator[None]:
     yield
 
 
-def scaled_in_place(side: Side) -> Iterator[None]:
-    side.backward(10)
-    for param in side.model.parameters():
-        param.grad.mul_(0.25)
-    yield
-
-
-def penalty_on_parameters(side: Side) -> Iterator[None]:
-    for seed in (10, 20):
-        penalty = sum(param.square().sum() for param in side.model.parameters())
-        (side.loss(seed) + 0.1 * penalty).backward()
-        yield
-        side.model.zero_grad()
-
-
 SETS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "attribute": lambda param, grad: setattr(param, "grad", grad),
     "descriptor": lambda param, grad: Tensor.grad.__set__(param, grad),  # type: ignore[attr-defined]
@@ -316,8 +301,6 @@ PROGRAMS: dict[str, Program] = {
             no_sync_nests_and_ends_with_an_exception,
             two_forwards_first,
             retained_graph,
-            scaled_in_place,
-            penalty_on_parameters,
             missing_on_one_rank_or_all,
             unit_that_one_rank_skips,
             frozen_and_thawed,
@@ -382,25 +365,32 @@ def test_so_they_are_on_one_rank_and_on_three(ranks: Ranks, world_size: int) -> 
         ranks.run(assert_same_gradients, name, world_size=world_size)
 
 
+# Programs, the tolerance, and arguments.
+WAYS: dict[str, tuple[tuple[str, ...], float, dict[str, Any]]] = {
+    "in one unit": (
+        ("hooked", "unit_that_one_rank_skips", "frozen_and_thawed"),
+        2e-6,
+        {"options": fe.Options(min_unit_size=10**6)},
+    ),
+    "within autocast": (
+        ("two_forwards_first", "evaluated_before_and_between", "recomputed"),
+        2e-2,
+        {"autocast": True},
+    ),
+    "with sums in bf16": (
+        ("hooked", "all_hooked", "zeroed_and_reset_or_made_none"),
+        3e-2,
+        {"mp_policy": fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_so_they_are_in_one_unit() -> None:
-    for name in ("hooked", "unit_that_one_rank_skips", "frozen_and_thawed"):
-        assert_same_gradients(name, options=fe.Options(min_unit_size=10**6))
-
-
-@pytest.mark.parametrize(
-    "name", ["two_forwards_first", "evaluated_before_and_between", "recomputed"]
-)
-@on_ranks(2)
-def test_within_autocast_they_are_too(name: str) -> None:
-    assert_same_gradients(name, 2e-2, autocast=True)
-
-
-@on_ranks(2)
-def test_so_they_are_with_sums_in_bf16() -> None:
-    policy = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
-    for name in ("hooked", "all_hooked", "zeroed_and_reset_or_made_none"):
-        assert_same_gradients(name, 3e-2, mp_policy=policy)
+def test_so_they_are(way: str) -> None:
+    names, tolerance, arguments = WAYS[way]
+    for name in names:
+        assert_same_gradients(name, tolerance, **arguments)
 
 
 @on_ranks(2)

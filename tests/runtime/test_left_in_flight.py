@@ -19,10 +19,10 @@ from fsdp_engine.flat_dtensor.parameter_access import GradientAccess
 from tests import reference
 from tests.comm.happens_before import RaceError
 from tests.models import Small, vector_batch
-from tests.pool import Ranks, on_ranks
+from tests.pool import on_ranks
 from tests.training import mesh_of, traced
 
-# On an axis of two ranks, and on two axes.
+# On one axis, and on two.
 LEVELS = [("optim_grads",), ("optim_grads_params", "optim_grads_params")]
 
 
@@ -104,24 +104,17 @@ def trace(
     traced(
         lambda: Small(num_blocks=2),
         train,
-        mesh=mesh_of(*[2] * len(levels)),
+        mesh=mesh_of(2, 2) if outer else None,
         strategy=strategy,
         outer_strategy=outer[0] if outer else None,
     )
 
 
-def look_in_each_step(levels: tuple[str, ...], look: str) -> None:
-    def body(t: Training) -> None:
-        for number in range(2):  # the second time the optimizer has seen gradients
-            t.microbatch(10 * number)
-            LOOKS[look](t)
-            t.microbatch(10 * number + 1)
-            t.to_the_end(30 + number)
-
-    trace(levels, body, by_slices=look == "stepped by slices")
-
-
-def in_flight_until_the_next_backward(levels: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("levels", LEVELS, ids="-".join)
+@on_ranks(4)
+def test_reductions_are_in_flight_until_the_next_backward_or_a_look(
+    levels: tuple[str, ...],
+) -> None:
     def body(t: Training) -> None:
         in_flight = t.engine.reductions._pending
         for number in range(2):
@@ -143,13 +136,6 @@ def in_flight_until_the_next_backward(levels: tuple[str, ...]) -> None:
     trace(levels, body)
 
 
-@pytest.mark.parametrize("levels", LEVELS, ids="-".join)
-def test_reductions_are_in_flight_until_the_next_backward_or_a_look(
-    ranks: Ranks, levels: tuple[str, ...]
-) -> None:
-    ranks.run(in_flight_until_the_next_backward, levels, world_size=2 ** len(levels))
-
-
 @on_ranks(world_size=2)
 def test_where_the_host_drives_lanes_backward_waits() -> None:
     model = Small()
@@ -158,25 +144,18 @@ def test_where_the_host_drives_lanes_backward_waits() -> None:
     assert not engine.reductions._pending
 
 
-ON_TWO_AXES = ["read"]  # the others in ``make test-all``
+@pytest.mark.parametrize("levels", LEVELS, ids="-".join)
+@pytest.mark.parametrize("look", LOOKS)
+@on_ranks(4)
+def test_a_look_at_gradients_and_their_clearing_wait(levels: tuple[str, ...], look: str) -> None:
+    def body(t: Training) -> None:
+        for number in range(2):  # the second time the optimizer has seen gradients
+            t.microbatch(10 * number)
+            LOOKS[look](t)
+            t.microbatch(10 * number + 1)
+            t.to_the_end(30 + number)
 
-
-@pytest.mark.parametrize(
-    ("levels", "look"),
-    [
-        *((LEVELS[0], look) for look in LOOKS),
-        *((LEVELS[1], look) for look in ON_TWO_AXES),
-        *(
-            pytest.param(LEVELS[1], look, marks=pytest.mark.thorough)
-            for look in LOOKS
-            if look not in ON_TWO_AXES
-        ),
-    ],
-)
-def test_a_look_at_gradients_and_their_clearing_wait(
-    ranks: Ranks, levels: tuple[str, ...], look: str
-) -> None:
-    ranks.run(look_in_each_step, levels, look, world_size=2 ** len(levels))
+    trace(levels, body, by_slices=look == "stepped by slices")
 
 
 @on_ranks(world_size=2)

@@ -19,21 +19,16 @@ from tests.pool import on_ranks
 def test_a_model_keeps_its_engine_and_takes_it_along() -> None:
     for level in LEVELS:
         model = Transformer(num_blocks=2)
-        alone = Transformer(num_blocks=2)
         engine = weakref.ref(fe.shard(model, strategy=level))
-        alone.load_state_dict(engine().full_state_dict())  # type: ignore[union-attr]
-        batch = token_batch(2, 0)
-        for each in (model, alone):
-            optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-            for _ in range(2):
-                gc.collect()
-                each(*batch).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        torch.testing.assert_close(model(*batch), alone(*batch))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            gc.collect()
+            model(*token_batch(2, 0)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
         assert engine() is not None
         dropped = weakref.ref(model)
-        del model, each, optimizer
+        del model, optimizer
         gc.collect()
         assert dropped() is None, level
         assert engine() is None, level

@@ -22,7 +22,7 @@ from tests.models import Block, Chain, Mlp, Small, Transformer, vector_batch
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
 from tests.runtime import habits
-from tests.scenario import Scenario
+from tests.scenario import Run, Scenario
 
 BLOCK = sum(parameter.numel() for parameter in Block().parameters())
 MLPS = 2 * sum(parameter.numel() for parameter in Mlp().parameters())
@@ -217,10 +217,7 @@ def test_a_model_trains_as_one_process(name: str, level: str) -> None:
     scenario, ways = CASES[name]
     expected = scenario.alone()
     for options in ways:
-        run = scenario.but(pair=(level, "no_shard"), options=options).sharded()
-        later = scenario.tolerance if scenario.later is None else scenario.later
-        lines = reference.differences(run.steps, expected.steps, later, first=scenario.tolerance)
-        assert not lines, "\n".join([str(options), *lines[:12]])
+        scenario.but(pair=(level, "no_shard"), options=options).check(expected)
 
 
 def joined(tied: bool, num_microbatches: int) -> Scenario:
@@ -229,8 +226,8 @@ def joined(tied: bool, num_microbatches: int) -> Scenario:
 
 
 @functools.cache
-def expected_of(tied: bool, num_microbatches: int) -> list[reference.Step]:
-    return joined(tied, num_microbatches).alone().steps
+def expected_of(tied: bool, num_microbatches: int) -> Run:
+    return joined(tied, num_microbatches).alone()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -239,8 +236,8 @@ def expected_of(tied: bool, num_microbatches: int) -> list[reference.Step]:
 def test_every_pair_trains_with_joined_units(strategy: str, outer: str, tied: bool) -> None:
     for num, least in ((1, 2 * BLOCK), (3, BLOCK)):
         options = {"min_unit_size": least}
-        run = joined(tied, num).but(pair=(strategy, outer), mesh=(2, 2), options=options).sharded()
-        assert not reference.differences(run.steps, expected_of(tied, num), 2e-5)
+        scenario = joined(tied, num).but(pair=(strategy, outer), mesh=(2, 2), options=options)
+        run = scenario.check(expected_of(tied, num))
         assert len(unit_names(run.engine)) < 5
 
 
@@ -280,21 +277,6 @@ def test_a_sharded_model_keeps_its_classes_names_modules_and_buffers() -> None:
         batch = vector_batch(4, seed=1)  # the same on all ranks, and so are its statistics
         torch.testing.assert_close(model(*batch), alone(*batch))
         torch.testing.assert_close(dict(model.named_buffers()), dict(alone.named_buffers()))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@on_ranks(2, timeout=280)
-def test_blocks_compiled_before_sharding_train(backend: str) -> None:
-    def compiled() -> nn.Module:
-        model = Chain(Mlp(), Mlp())
-        for block in model.blocks:
-            block.compile(backend=backend)
-        return model
-
-    for strategy in LEVELS if backend == "aot_eager" else ["optim_grads_params"]:
-        scenario, _ = vectors(compiled, pair=(strategy, "no_shard"))
-        scenario.check()
 
 
 class Fragile(Chain):

@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import fsdp_engine as fe
@@ -21,6 +20,7 @@ from fsdp_engine.layout import ALIGNMENT
 from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
 from tests.models import Transformer, token_batch
+from tests.training import mesh_of
 
 WORLD = 1024
 CASES = [
@@ -40,8 +40,7 @@ def world(rank: int, *shape: int) -> Iterator[Any]:
     size = torch.Size(shape).numel()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        names = ("outer", "inner")[-len(shape) :]
-        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+        yield mesh_of(*shape)
     finally:
         dist.destroy_process_group()
 
@@ -105,19 +104,11 @@ def test_groups_do_not_multiply_with_ranks_or_engines(
     assert sorted(made) == expected[shape]
 
 
-def settings(
-    outer: int, inner: int, outer_level: str, granule: Any = None, **dtypes: torch.dtype
-) -> PlanSettings:
-    levels = Strategy.from_names("optim_grads_params", outer_level)
-    axis_plans = AxisPlans(AxisPlan({Axis.OUTER: outer, Axis.INNER: inner}, levels))
-    policy = fe.MixedPrecisionPolicy(**dtypes)  # type: ignore[arg-type]
-    return PlanSettings(policy, fe.Options(granule=granule), axis_plans)
-
-
 def plan_of(model: nn.Module, num_ranks: int, granule: Any = None) -> Plan:
-    return make_plan(
-        model, None, settings(num_ranks // 32, 32, "optim", granule, param_dtype=torch.bfloat16)
-    )
+    levels = Strategy.from_names("optim_grads_params", "optim")
+    axis_plans = AxisPlans(AxisPlan({Axis.OUTER: num_ranks // 32, Axis.INNER: 32}, levels))
+    policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return make_plan(model, None, PlanSettings(policy, fe.Options(granule=granule), axis_plans))
 
 
 def meta_model(num_params: int, num_units: int) -> nn.Module:

@@ -45,11 +45,9 @@ ALL_WAYS = [
 ]
 
 
-def trace_pair(
-    strategy: str, outer: str, all_ways: bool
-) -> list[tuple[str, str, dict[str, int], int]]:
-    """(budget, dtypes, operations by lane, most full units) for each way of running the pair."""
-    found = []
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
+@on_ranks(4)
+def test_a_pair_of_levels_has_no_race(strategy: str, outer: str, all_ways: bool) -> None:
     few = FEW_WAYS if strategy == "optim_grads_params" else FEW_WAYS[1:2]
     for budget, dtypes in ALL_WAYS if all_ways else few:
         policy, narrow = POLICIES[dtypes]
@@ -61,25 +59,16 @@ def trace_pair(
             mp_policy=policy,
             config=config_of(BUDGETS[budget], narrow),
         )
-        found.append((budget, dtypes, dict(tracer.num_operations), tracer.max_full))
-    return found
-
-
-@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
-def test_a_pair_of_levels_has_no_race(
-    ranks: Ranks, strategy: str, outer: str, all_ways: bool
-) -> None:
-    for budget, dtypes, operations, max_full in ranks.run(trace_pair, strategy, outer, all_ways)[0]:
         expected = {"inner_reduce", "outer_reduce"}  # gradients travel along both axes, always
         expected |= {"inner_gather"} if strategy != "no_shard" else set()
         expected |= {"copy_in"} if dtypes != "fp32" else set()
         expected |= {"outer_gather"} if outer != "no_shard" else set()
-        assert set(operations) == expected, (budget, dtypes)
+        assert set(tracer.num_operations) == expected, (budget, dtypes)
         # Of three blocks the one in use and those gathered ahead; in the first forward also the
         # two layers beside blocks, whose weights may be read without a call.
         cuts = strategy == "optim_grads_params"
         num_full = {"nothing": 3, "one unit": 4, "everything": 5}[budget]
-        assert max_full == (num_full if cuts else 0), (budget, dtypes)
+        assert tracer.max_full == (num_full if cuts else 0), (budget, dtypes)
 
 
 # Models and loops that bend the order of events.
@@ -126,7 +115,7 @@ def fail_and_reset(model: Any, engine: Any) -> None:
 
 CODEC = {"codec_rules": [lambda name, param, dtypes: ("reading", ReadingCodec)]}
 LEVEL_3 = "optim_grads_params"
-# By name: the model, the loop, other options, and pairs of levels: two ranks, or two axes of two.
+# By name: the model, the loop, other options, and levels on one axis or on two.
 Bend = tuple[Callable[[], nn.Module], Any, dict[str, Any], list[tuple[str, ...]]]
 BENDS: dict[str, Bend] = {
     "a unit that one rank skips": (Skipping, skip_on_one_rank, {}, [("optim",), ("optim_grads",)]),
@@ -135,29 +124,24 @@ BENDS: dict[str, Bend] = {
     "frozen weights under adapters": (lora_model, train, {}, [("optim_grads",), (LEVEL_3,)]),
     "a reset after an exception": (Failing, fail_and_reset, {}, [(LEVEL_3,)]),
     "a codec": (Small, train, CODEC, [("optim",)]),
-    "a codec on two axes": (Small, train, CODEC, [(LEVEL_3, LEVEL_3)]),
+    "a codec on two axes": (
+        Small,
+        train,
+        CODEC,
+        [(LEVEL_3, LEVEL_3), ("no_shard", "no_shard"), ("optim", "optim")],
+    ),
     "reading and editing": (Small, read_and_edit, {}, [("optim",)]),
     "reading and editing on two axes": (Small, read_and_edit, {}, [(LEVEL_3, "optim")]),
 }
 
 
-def trace_bend(name: str) -> None:
+@pytest.mark.parametrize("name", BENDS)
+@on_ranks(4)
+def test_what_bends_the_order_of_events_makes_no_race(name: str) -> None:
     make_model, body, options, pairs = BENDS[name]
     for strategy, *outer in pairs:
         levels = {"strategy": strategy, "outer_strategy": outer[0] if outer else None}
-        traced(make_model, body, mesh=mesh_of(*[2] * (1 + len(outer))), **levels, **options)
-
-
-@pytest.mark.parametrize("name", BENDS)
-def test_what_bends_the_order_of_events_makes_no_race(ranks: Ranks, name: str) -> None:
-    ranks.run(trace_bend, name, world_size=4 if "two axes" in name else 2)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", [("no_shard", "no_shard"), ("optim", "optim")], ids="-".join)
-@on_ranks()
-def test_a_codec_that_decodes_makes_no_race(pair: tuple[str, str]) -> None:
-    traced(Small, mesh=mesh_of(2, 2), strategy=pair[0], outer_strategy=pair[1], **CODEC)
+        traced(make_model, body, mesh=mesh_of(2, 2) if outer else None, **levels, **options)
 
 
 # How many units are full.

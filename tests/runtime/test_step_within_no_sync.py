@@ -86,13 +86,16 @@ def test_the_backward_of_a_closure_may_be_the_last_of_a_step() -> None:
 
 
 @on_ranks(4)
-def test_rows_of_hsdp_and_units_that_do_not_sync_are_not_stepped() -> None:
-    model: Any = made()
-    engine = fe.shard(model, mesh_of(2, 2), "optim_grads_params", "no_shard")
-    with engine.no_sync():
-        backward(model, dist.get_rank())
-    with pytest.raises(RuntimeError, match=REFUSED):
-        sgd(model).step()
+def test_hooks_rows_of_hsdp_and_units_that_do_not_sync_are_not_stepped() -> None:
+    for shape, hook in (((2, 2), None), ((4,), lambda grad: grad * 0)):
+        model: Any = made()
+        engine = fe.shard(model, shape)
+        if hook is not None:
+            model[0].weight.register_hook(hook)
+        with engine.no_sync():
+            backward(model, dist.get_rank())
+        with pytest.raises(RuntimeError, match=REFUSED):
+            sgd(model).step()
     model = made()
     for layer in (model[0], model[2], model):
         fully_shard(layer, mesh=mesh_of(2, 2))
@@ -135,14 +138,3 @@ def test_one_rank_has_nothing_to_reduce() -> None:
             backward(model, 0)
             sgd(model).step()
         assert_stepped(model, 1)
-
-
-@on_ranks(2)
-def test_a_hook_has_to_run_before_a_step() -> None:
-    model: Any = made()
-    engine = fe.shard(model, strategy="optim_grads_params")
-    model[0].weight.register_hook(lambda grad: grad * 0)
-    with engine.no_sync():
-        backward(model, dist.get_rank())
-    with pytest.raises(RuntimeError, match=REFUSED):
-        sgd(model).step()

@@ -5,49 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
 from torch.nn import functional as F
 
 DIM = 6
 
 
 NUM_EXPERTS = 2
-
-
-class Gathered(torch.autograd.Function):
-    """Rows of all ranks of a group; gradients are summed back to their rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group, ctx.rows = group, x.shape[0]
-        parts = [torch.empty_like(x) for _ in range(group.size())]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=ctx.group)
-        start = ctx.group.rank() * ctx.rows
-        return grad[start : start + ctx.rows], None
-
-
-class Scattered(torch.autograd.Function):
-    """The sum over a group of this rank's rows; gradients of all rows come back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total.chunk(group.size())[group.rank()].clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        parts = [torch.empty_like(grad) for _ in range(ctx.group.size())]
-        dist.all_gather(parts, grad.contiguous(), group=ctx.group)
-        return torch.cat(parts), None
 
 
 class Mixture(nn.Module):
@@ -65,7 +33,8 @@ class Mixture(nn.Module):
             expert.allreduce = group is None
 
     def mix(self, x: Tensor) -> Tensor:
-        whole = x if self.group is None else Gathered.apply(x, self.group)
+        # Gradients of gathered rows are summed back to their rows, and those of sums gathered.
+        whole = x if self.group is None else all_gather_tensor_autograd(x, 0, self.group)
         goes_to = (whole.detach()[:, 0] > 0).long()
         out = whole * 0.0  # in the graph, also where no token comes
         for name, weight in self.experts.items():
@@ -73,7 +42,9 @@ class Mixture(nn.Module):
             if not chosen.any():
                 continue
             out = out + torch.where(chosen, torch.tanh(whole @ weight), 0.0)
-        return out if self.group is None else Scattered.apply(out, self.group)
+        if self.group is None:
+            return out
+        return reduce_scatter_tensor_autograd(out, "sum", 0, self.group)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(self.last(self.mix(self.first(x))), y)

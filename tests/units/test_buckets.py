@@ -23,7 +23,17 @@ from fsdp_engine.units.plan import AxisPlan, AxisPlans, PlannedBuffer, PlanSetti
 from tests import reference
 from tests.comm.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of, train_wrapped
-from tests.models import DIM, Block, Recurrent, Regression, Transformer, vector_batch
+from tests.models import (
+    DIM,
+    Block,
+    Chain,
+    NestedUnits,
+    Recurrent,
+    Regression,
+    Transformer,
+    shared_model,
+    vector_batch,
+)
 from tests.pool import on_ranks
 from tests.scenario import Scenario
 
@@ -110,23 +120,6 @@ def test_buckets_end_where_megatron_core_ends_them(
         for level in LEVEL_NAMES:
             found = buckets_of(planned(model, config, level, dp))
             assert found == (blocks if dp > 1 and level != "no_shard" else expected), (dp, level)
-
-
-@on_ranks(world_size=2)
-def test_a_wrapped_engine_has_these_buckets_and_reduces_each() -> None:
-    for level in ("no_shard", "optim"):
-        for bias, size, counts in CASES:
-            if size in (9000, 18000):
-                continue  # as 9025 and 18050
-            model = Layers(bias=bias)
-            has_blocks = level != "no_shard"
-            expected = boundaries(model, size, *((512, 256) if has_blocks else (128,)))
-            timeline = Timeline()
-            ddp = fe.DistributedDataParallel(model, config_of(level, bucket_size=size))
-            assert buckets_of(ddp.engine.buffers) == expected
-            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-            timed_step(ddp, optimizer, timeline, (torch.ones(1, 95),))
-            assert len([1 for phase, _ in timeline.events if phase == "finish"]) == len(counts)
 
 
 @on_ranks(world_size=2)
@@ -227,16 +220,12 @@ def test_a_bucket_whose_gradients_do_not_all_come_is_reduced_when_backward_ends(
 
 
 class Three(Regression):
-    """Three linears, and how they are used; perhaps a scale of the root's own."""
+    """Three linears, and how they are used."""
 
     def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.use, self.num_calls = use, int(use is skips_at_first)
         self.first, self.read, self.last = (nn.Linear(DIM, DIM) for _ in range(3))
-        if use is owns:
-            self.scale = nn.Parameter(torch.full((DIM,), 1.5))
-        if use is ties:
-            self.last.weight = self.read.weight
 
     def predict(self, x: Tensor) -> Tensor:
         self.num_calls += 1
@@ -247,15 +236,6 @@ def reads(model: Three, x: Tensor) -> Tensor:
     """A weight, without calling its module."""
     x = torch.tanh(F.linear(x, model.read.weight, model.read.bias))
     return model.last(torch.tanh(model.first(x)))
-
-
-def owns(model: Three, x: Tensor) -> Tensor:
-    return model.last(torch.tanh(model.read(model.first(x * model.scale))))
-
-
-def ties(model: Three, x: Tensor) -> Tensor:
-    """One weight is in two modules, of which one is called."""
-    return torch.tanh(model.last(torch.tanh(model.first(x)))) + F.linear(x, model.read.weight)
 
 
 def skips(model: Three, x: Tensor) -> Tensor:
@@ -282,31 +262,33 @@ def checkpoints(model: Three, x: Tensor) -> Tensor:
     return x
 
 
-class Recurs(Regression):
-    """An LSTM keeps a list of its weights beside its parameters; they are in several buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = Recurrent()
-        self.last = nn.Linear(DIM, DIM)
-
-    def predict(self, x: Tensor) -> Tensor:
-        return self.last(self.recurrent(x))
-
-
 HABITS: dict[str, Callable[[], nn.Module]] = {
     use.__name__: partial(Three, use)
-    for use in (reads, owns, ties, skips, skips_at_first, chooses, checkpoints)
-} | {"recurs": Recurs}
+    for use in (reads, skips, skips_at_first, chooses, checkpoints)
+} | {
+    "owns": NestedUnits,
+    "ties": shared_model,
+    # Its weights are in several buckets.
+    "recurs": lambda: Chain(Recurrent(), nn.Linear(DIM, DIM)),
+}
 
 
 @on_ranks(world_size=2)
 @pytest.mark.parametrize("habit", HABITS)
 def test_buckets_of_models_with_habits_train_as_one_process(habit: str) -> None:
-    data = reference.make_data(vector_batch, 3, 2, 2)
+    def run(train: Any, model: nn.Module) -> tuple[list[reference.Step], list[Tensor]]:
+        """The steps, and a loss after each, which has the weights of that step."""
+        optimizer, steps, losses = reference.once(reference.sgd), [], []
+        for step in reference.make_data(vector_batch, 3, 2, 2):
+            steps += train(model, [step], optimizer)
+            with torch.no_grad():
+                losses.append(model(*vector_batch(3, 77)))
+        return steps, losses
+
     start = HABITS[habit]()
     # A module that decides by its input must see each rank's part by itself.
-    expected = reference.train(copy.deepcopy(start), data, split=habit == "chooses")
+    alone = partial(reference.train, split=habit == "chooses")
+    expected, expected_losses = run(alone, copy.deepcopy(start))
     if habit.startswith("skips"):
         assert expected[0].gradients["read.weight"] is not None
     for level in ("optim", "optim_grads"):
@@ -315,8 +297,9 @@ def test_buckets_of_models_with_habits_train_as_one_process(habit: str) -> None:
             config = config_of(level, overlap=True, bucket_size=size, **fields)
             ddp = fe.DistributedDataParallel(copy.deepcopy(start), config)
             assert len(ddp.engine.buffers) > 1
-            found = train_wrapped(ddp, data)
+            found, losses = run(train_wrapped, ddp)
             assert not reference.differences(found, expected, 2e-5), (level, fields)
+            torch.testing.assert_close(losses, expected_losses)
 
 
 @on_ranks(world_size=2)
@@ -339,22 +322,6 @@ def test_the_first_module_that_needs_a_bucket_waits_for_it(level: str) -> None:
         for number in range(3):
             timed_step(ddp, optimizer, timeline, vector_batch(2, number))
         assert timeline.in_phase("forward") == events
-
-
-@on_ranks(world_size=2)
-def test_evaluation_between_steps_sees_the_weights_of_the_last_step() -> None:
-    model = Three(checkpoints)
-    alone = copy.deepcopy(model)
-    data = reference.make_data(vector_batch, 2, 1, 2)
-    ddp = fe.DistributedDataParallel(model, config_of("optim", overlap=True, bucket_size=100))
-    optimizer = reference.once(reference.sgd)
-    own = reference.once(reference.sgd)
-    x, y = vector_batch(3, 77)
-    for step in data:
-        reference.train(alone, [step], own)
-        train_wrapped(ddp, [step], optimizer)
-        with torch.no_grad():
-            torch.testing.assert_close(ddp(x, y), alone(x, y))
 
 
 # Units beside them.

@@ -27,26 +27,21 @@ def rule(name: str, param: torch.Tensor, dtypes: Any) -> Any:
 @pytest.mark.parametrize(
     ("given", "expected", "replacement"),
     [
-        ({"granule": rows}, {"options": fe.Options(granule=rows)}, "fe.Options(granule=...)"),
-        (
-            {"min_unit_size": 0},
-            {"options": fe.Options(min_unit_size=0)},
-            "fe.Options(min_unit_size=...)",
+        *(
+            ({name: value}, {"options": fe.Options(**{name: value})}, f"fe.Options({name}=...)")
+            for name, value in (("granule", rows), ("min_unit_size", 0))
         ),
-        ({"codec_rules": [fe.Float8("row")]}, {"extensions": [fe.Float8("row")]}, "fe.Float8"),
-        ({"codec_rules": [rule]}, {"extensions": [fe.CodecRules((rule,))]}, "fe.CodecRules"),
-        ({"checkpointing": True}, {"extensions": [fe.Recompute()]}, "fe.Recompute"),
-        (
-            {"checkpointing": "selective"},
-            {"extensions": [fe.Recompute("selective")]},
-            "fe.Recompute",
+        *(
+            ({name: value}, {"extensions": [extension]}, f"fe.{type(extension).__name__}")
+            for name, value, extension in (
+                ("codec_rules", [fe.Float8("row")], fe.Float8("row")),
+                ("codec_rules", [rule], fe.CodecRules((rule,))),
+                ("checkpointing", True, fe.Recompute()),
+                ("checkpointing", "selective", fe.Recompute("selective")),
+                ("checkpointing", "offload", fe.OffloadActivations()),
+                ("offload", fe.Offload("host"), fe.Offload("host")),
+            )
         ),
-        (
-            {"checkpointing": "offload"},
-            {"extensions": [fe.OffloadActivations()]},
-            "fe.OffloadActivations",
-        ),
-        ({"offload": fe.Offload("host")}, {"extensions": [fe.Offload("host")]}, "fe.Offload"),
         (
             {"config": Config(num_buckets=2, check_for_nan_in_grad=True)},
             {"options": fe.Options(num_buckets=2), "extensions": [fe.GradientChecks()]},

@@ -50,7 +50,14 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
         for field in ("strategy", "outer_strategy")
         for value in ("zero3", "", 3)
     ),
-    ({"mesh": "cuda"}, TypeError, ("mesh",)),
+    *(
+        ({"mesh": mesh}, TypeError, ("mesh: expected a DeviceMesh, sizes such as",))
+        for mesh in ("cuda", "2x2", 4.0)
+    ),
+    *(
+        ({"mesh": sizes}, ValueError, ("mesh: expected one or two sizes of",))
+        for sizes in ((3, 5), (2, 1, 1), (-1, -2))
+    ),
     ({"units": [3]}, TypeError, ("units",)),
     ({"units": [int]}, TypeError, ("units", "int")),
     ({"mp_policy": torch.bfloat16}, TypeError, ("mp_policy",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -23,36 +24,35 @@ COUNTS = {
 }
 
 
+# Fields, the class of the error, and words of its text.
+REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(
+        ({name: value}, TypeError, f"{name}: expected True or False; found {value!r}")
+        for name in BOOLS
+        for value in (1, None, "yes")
+    ),
+    *(
+        ({name: least - 1}, ValueError, f"{name}: expected {least} or more; found {least - 1}")
+        for name, least in COUNTS.items()
+    ),
+    *(
+        ({name: value}, TypeError, f"{name}: expected an integer of {least} or more; found {value}")
+        for name, least in COUNTS.items()
+        for value in (1.0, True)
+    ),
+    ({"granule": 4}, TypeError, "granule: expected a function of a name"),
+    ({"bucket_size": 5, "num_buckets": 2}, ValueError, "bucket_size, num_buckets: "),
+]
+
+
 def test_every_field_is_checked() -> None:
     names = {each.name for each in dataclasses.fields(fe.Options)}
     assert names == {*BOOLS, *COUNTS, "granule"}
-
-
-@pytest.mark.parametrize("name", BOOLS)
-def test_a_flag_is_true_or_false(name: str) -> None:
-    for value in (1, None, "yes"):
-        message = f"{name}: expected True or False; found {value!r}"
-        with pytest.raises(TypeError, match=re.escape(message)):
-            fe.Options(**{name: value})  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_a_number_is_an_integer_in_its_range(name: str) -> None:
-    least = COUNTS[name]
-    assert getattr(fe.Options(**{name: least}), name) == least
-    with pytest.raises(ValueError, match=f"{name}: expected {least} or more; found {least - 1}"):
-        fe.Options(**{name: least - 1})
-    for wrong in ("5", 1.0, True):
-        message = f"{name}: expected an integer of {least} or more; found {wrong!r}"
-        with pytest.raises(TypeError, match=re.escape(message)):
-            fe.Options(**{name: wrong})  # type: ignore[arg-type]
-
-
-def test_a_granule_is_a_function_and_buckets_have_one_size() -> None:
-    with pytest.raises(TypeError, match=r"granule: expected a function of a name .*; found 4"):
-        fe.Options(granule=4)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"bucket_size, num_buckets: .* found 5 and 2"):
-        fe.Options(bucket_size=5, num_buckets=2)
+    for name, least in COUNTS.items():
+        assert getattr(fe.Options(**{name: least}), name) == least
+    for fields, kind, words in REFUSED:
+        with pytest.raises(kind, match=re.escape(words)):
+            fe.Options(**fields)
 
 
 def test_the_text_is_equal_on_all_ranks() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -23,7 +22,7 @@ from fsdp_engine.units.assignment import (
 from tests import MIN_UNIT_SIZE
 from tests.models import Block, Mlp, Transformer
 from tests.pool import on_ranks
-from tests.units.refusals import assert_still_trains, refused
+from tests.units.refusals import refused
 
 
 def joined(model: nn.Module, least: int | None) -> list[ModuleSet]:
@@ -163,14 +162,6 @@ def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_one
     names = names_of(usual, None)
     assert names == ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]
     assert names_of(small, None) == ["embedding + blocks.0-2 + norm + head"]
-
-
-@on_ranks(2)
-def test_sizes_that_differ_between_ranks_are_refused_on_all_of_them() -> None:
-    model = Transformer(num_blocks=1)
-    with refused(model, "min_unit_size=5", "min_unit_size=6", "rank 1"):
-        fe.shard(model, options=fe.Options(min_unit_size=5 + dist.get_rank()))
-    assert_still_trains(model)
 
 
 @on_ranks(1)

@@ -41,7 +41,7 @@ from tests.matrices import thorough_but
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import PAIRS
 from tests.pool import Ranks, on_ranks
-from tests.reference import adamw
+from tests.reference import adamw, full
 from tests.units import experts
 
 ranks = device.ranks
@@ -181,7 +181,7 @@ def weights_with_tensor_parallelism(level: str, device_type: str) -> dict[str, t
         engine.clip_grad_norm_(0.5)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: tensor_parallel.whole(p).cpu() for name, p in model.named_parameters()}
+    return {name: full(p).cpu() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("level", FULL_AND_THOROUGH)
