@@ -186,10 +186,10 @@ def test_the_others_say_at_once_which_rank_has_ended(
 ) -> None:
     _, errors, codes = run_on_ranks(STOPS.format(level=level, stop=stop), num_ranks)
     assert codes[:-1] == [1] * (num_ranks - 1), errors
-    for text in errors[:-1]:
-        assert f"rank {num_ranks - 1} {ended}" in text, text
-        assert "did not complete: another rank failed, or did not begin it: " in text
-        assert "The last that did complete here was " in text
+    text = errors[0]  # rank 0 has the store: the other ranks may lose it before they ask
+    assert f"rank {num_ranks - 1} {ended}" in text, text
+    assert "did not complete: another rank failed, or did not begin it: " in text
+    assert "The last that did complete here was " in text
 
 
 ENDS_AT_ONCE = """
