@@ -597,3 +597,23 @@ class LateModel(Regression):
 
 def late_modules(model: nn.Module) -> list[LateLinear]:
     return [module for module in model.modules() if isinstance(module, LateLinear)]
+
+
+class LstmLanguage(nn.Module):
+    """An embedding, blocks, and a head of the embedding's shape, which may be tied to it; an LSTM
+    in the root."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.lstm = nn.LSTM(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 7, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.tanh(block(x))
+        return self.head(self.lstm(x)[0])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import fsdp_engine as fe
 from tests import reference
-from tests.models import VOCABULARY, Block, Transformer, token_batch
+from tests.models import VOCABULARY, Block
 from tests.scenario import Scenario
 
 WIDTH = 12
@@ -59,31 +57,3 @@ def scenario_at(level: str, **options: Any) -> Scenario:
         optimizer=reference.adamw,
         before_step=lambda model, step: torch.manual_seed(step),
     )
-
-
-def train_compiled(
-    when: str, backend: Any, checkpointing: Any, sharding: Any = nullcontext
-) -> tuple[dict[str, Tensor | None], fe.Engine]:
-    """Gradients of compiled blocks after two backwards, and their engine.
-
-    Args:
-        when: Blocks are compiled before or after ``shard``, or replaced as a whole.
-        sharding: Makes a context for ``shard``.
-    """
-    torch._dynamo.reset()
-    torch.manual_seed(1)
-    model: Any = Transformer(2)
-    if when == "whole":
-        model.blocks = nn.ModuleList(torch.compile(each, backend=backend) for each in model.blocks)
-    if when == "before":
-        for block in model.blocks:
-            block.compile(backend=backend)
-    with sharding():
-        engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
-    if when == "after":
-        for block in model.blocks:
-            block.compile(backend=backend)
-    for _ in range(2):
-        model(*token_batch(2, 0)).backward()
-    found = reference.full_gradients(model)
-    return {name.replace("._orig_mod", ""): each for name, each in found.items()}, engine

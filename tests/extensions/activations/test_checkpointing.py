@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,10 +18,10 @@ import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.extensions.activations.checkpointed import BLOCKS, WIDTH, Dropping, made, scenario_at
-from tests.models import VOCABULARY, Block, Transformer, token_batch
+from tests.models import VOCABULARY, Block, Transformer, token_batch, vector_batch
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.pool import on_ranks
-from tests.scenario import assert_same_bits
+from tests.scenario import Scenario, assert_same_bits
 
 ALL_BLOCKS = tuple(f"blocks.{number}" for number in range(BLOCKS))
 EVERY_SECOND = fe.Recompute(every=2)
@@ -261,25 +262,16 @@ class Delegated(nn.Module):
         return self.blocks(x).square().mean()
 
 
-def assert_same_gradients(
-    model: nn.Module, level: str, checkpointing: Any, run: Callable[[nn.Module], Tensor]
-) -> None:
-    alone = copy.deepcopy(model)
-    fe.shard(model, strategy=level, checkpointing=checkpointing, min_unit_size=0)
-    for each in (model, alone):
-        for _ in range(2):
-            run(each).backward()
-    found, expected = reference.full_gradients(model), reference.full_gradients(alone)
-    torch.testing.assert_close(found, expected)
+def sequences(rows: int, seed: int) -> reference.Batch:
+    return (vector_batch(4 * rows, seed, WIDTH)[0].view(rows, 4, WIDTH),)
 
 
 @pytest.mark.parametrize("make", [Skipping, Delegated])
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_lists_that_blocks_change_and_wrappers_that_delegate(level: str, make: Any) -> None:
-    torch.manual_seed(1)
-    x = torch.randn(3, 4, WIDTH)
-    assert_same_gradients(make(), level, True, lambda model: model(x))
+    options = {"checkpointing": True, "min_unit_size": 0}
+    Scenario(model=make, batch=sequences, pair=(level, "no_shard"), options=options).check()
 
 
 @on_ranks(1)
@@ -288,13 +280,12 @@ def test_a_cache_of_transformers_is_left_out() -> None:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": VOCABULARY}
     layers = {"num_attention_heads": 2, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, **layers, use_cache=True)
-    tokens = torch.randint(VOCABULARY, (2, 7))
-
     for checkpointing in (True, "selective"):
-        model = transformers.LlamaForCausalLM(config)
-        assert_same_gradients(
-            model, "no_shard", checkpointing, lambda each: each(tokens, labels=tokens).loss
-        )
+        Scenario(
+            model=partial(transformers.LlamaForCausalLM, config),
+            options={"checkpointing": checkpointing, "min_unit_size": 0},
+            loss_of=lambda model, batch: model(batch[0], labels=batch[0]).loss,
+        ).check()
 
 
 class Cached(Block):

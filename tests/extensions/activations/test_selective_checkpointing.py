@@ -20,12 +20,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
-from tests.extensions.activations.checkpointed import made, train_compiled
+from fsdp_engine.backend import Backend
+from tests import reference
+from tests.extensions.activations.checkpointed import made
+from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
 
 aten = torch.ops.aten
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 EVERY_SECOND = fe.Checkpointing(every=2)
+OFFLOAD = fe.OffloadActivations(min_bytes=0)
 
 
 class Operations(TorchDispatchMode):
@@ -170,9 +174,20 @@ def test_other_policies() -> None:
         assert (some["aten.tanh.default"], some["aten.mm.default"]) == (0, 3)
 
 
+class Ahead(Backend):
+    """The host as a device that computes later: ``shard`` moves activations of the CPU."""
+
+    def runs_ahead(self, device: torch.device) -> bool:
+        return True
+
+
 @functools.cache
 def compiled(when: str, checkpointing: Any) -> tuple[dict[str, Tensor | None], int]:
-    """Gradients of compiled blocks, and products in their graphs of backward."""
+    """Gradients of compiled blocks, and products in their graphs of backward.
+
+    Args:
+        when: Blocks are compiled before or after ``shard``, or replaced as a whole.
+    """
     num_products = 0
 
     def forward_of(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -184,18 +199,32 @@ def compiled(when: str, checkpointing: Any) -> tuple[dict[str, Tensor | None], i
         num_products += sum(name in ("aten.mm.default", "aten.addmm.default") for name in names)
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(
+    backend: Any = aot_autograd(
         fw_compiler=forward_of,
         bw_compiler=backward_of,
         partition_fn=min_cut_rematerialization_partition,
     )
     counters.clear()
-    gradients, _ = train_compiled(when, backend, checkpointing)
+    torch._dynamo.reset()
+    torch.manual_seed(1)
+    model: Any = Transformer(2)
+    if when == "whole":
+        model.blocks = nn.ModuleList(torch.compile(each, backend=backend) for each in model.blocks)
+    for block in model.blocks if when == "before" else ():
+        block.compile(backend=backend)
+    with Ahead().used():
+        engine = fe.shard(model, min_unit_size=0, checkpointing=checkpointing)
+    for block in model.blocks if when == "after" else ():
+        block.compile(backend=backend)
+    for _ in range(2):
+        model(*token_batch(2, 0)).backward()
     assert not counters["graph_break"]
-    return gradients, num_products
+    assert all(moves.pool._most_in_use for moves in engine.parts)
+    found = reference.full_gradients(model)
+    return {name.replace("._orig_mod", ""): each for name, each in found.items()}, num_products
 
 
-@pytest.mark.parametrize("checkpointing", [True, "selective", EVERY_SECOND], ids=str)
+@pytest.mark.parametrize("checkpointing", [True, "selective", EVERY_SECOND, OFFLOAD], ids=str)
 @pytest.mark.parametrize("when", ["before", "after", "whole"])
 @on_ranks(1)
 def test_compiled_blocks_train_the_same(when: str, checkpointing: Any) -> None:
@@ -203,7 +232,8 @@ def test_compiled_blocks_train_the_same(when: str, checkpointing: Any) -> None:
     found, num_products = compiled(when, checkpointing)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     _, all_again = compiled("before", True)
-    if when == "whole":  # the checkpoint is around compiled code, which runs again as it is
+    if when == "whole" or checkpointing == OFFLOAD:
+        # A checkpoint around compiled code runs it again as it is; offloading runs nothing again.
         assert num_products == kept
     elif checkpointing == "selective":
         assert kept < num_products < all_again

@@ -39,8 +39,8 @@ def is_own(name: str) -> bool:
     return any(part in name for part in ("lora_A", "lora_B", "lora_embedding", "ia3_l", "prompt_"))
 
 
-def base_loaded(kind: str, folder: str, level: str, values: str) -> list[str]:
-    """Names that differ from a model of PEFT over what ``from_pretrained`` loads."""
+def load_base_model(kind: str, folder: str, level: str, values: str) -> None:
+    """As a model of PEFT over what ``from_pretrained`` loads."""
     expected = adapted(kind).state_dict()
     model = adapted(kind, meta=values != "cpu")
     engine = fe.shard(model, strategy=level, initial_values="same" if values == "cpu" else values)
@@ -56,8 +56,8 @@ def base_loaded(kind: str, folder: str, level: str, values: str) -> list[str]:
         assert 0 < found[name].std() < 2, name
     with torch.no_grad():
         assert model(input_ids=TOKENS).logits.isfinite().all()
-    same = [name for name in found if name not in random]
-    return [name for name in same if not torch.equal(found[name], expected[name])]
+    for name in found.keys() - set(random):
+        assert torch.equal(found[name], expected[name]), name
 
 
 def load_base(engine: fe.Engine, folder: str) -> Any:
@@ -73,8 +73,7 @@ def test_a_base_model_lands_under_adapters_that_begin_as_peft_begins_them(
     llama().save_pretrained(tmp_path)
     ways = [(1, "no_shard", "same"), (2, "optim_grads_params", "empty")]
     for world_size, level, values in [(2, "optim", "cpu")] if kind in NOT_ON_META else ways:
-        found = ranks.run(base_loaded, kind, str(tmp_path), level, values, world_size=world_size)
-        assert found == [[]] * world_size, (level, values)
+        ranks.run(load_base_model, kind, str(tmp_path), level, values, world_size=world_size)
 
 
 def filled(model: torch.nn.Module, seed: int) -> None:
@@ -122,8 +121,8 @@ def files_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def adapter_loaded(kind: str, base: str, folder: str, level: str, values: str) -> list[str]:
-    """Names that differ from what PEFT loads."""
+def load_adapter(kind: str, base: str, folder: str, level: str, values: str) -> None:
+    """As PEFT loads it."""
     plain: Any = llama()
     expected = peft.PeftModel.from_pretrained(plain, folder)
     model = adapted(kind, meta=values == "empty")
@@ -135,8 +134,9 @@ def adapter_loaded(kind: str, base: str, folder: str, level: str, values: str) -
     with torch.no_grad():
         outputs = model(input_ids=TOKENS).logits
         assert torch.equal(outputs, expected(input_ids=TOKENS).logits)
-    theirs, found = expected.state_dict(), held(engine)
-    return [name for name, value in found.items() if not torch.equal(value, theirs[name])]
+    theirs = expected.state_dict()
+    for name, value in held(engine).items():
+        assert torch.equal(value, theirs[name]), name
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -154,8 +154,7 @@ def test_adapters_are_saved_and_loaded_as_peft_does(
         assert files_of(ours) == files_of(theirs)
         if values == "same" or kind not in NOT_ON_META:
             given = (kind, str(base), str(theirs), level, values)
-            found = ranks.run(adapter_loaded, *given, world_size=world_size)
-            assert found == [[]] * world_size
+            ranks.run(load_adapter, *given, world_size=world_size)
 
 
 @on_ranks(2)

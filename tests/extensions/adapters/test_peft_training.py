@@ -6,13 +6,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
 from tests import reference
+from tests.checkpoint.scene import update
 from tests.extensions.adapters.peft_models import adapted, lora, peft
-from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.pool import on_few_ranks, on_ranks
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 STEPS = 3
@@ -32,16 +32,10 @@ def made(kind: str, dtype: torch.dtype) -> peft.PeftModel:
     return model
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, half: int = -1) -> float:
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(48, (4, 8), generator=generator)
-    if half >= 0:
-        tokens = tokens.chunk(2)[half]
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return float(loss)
+    return update(model(input_ids=tokens, labels=tokens).loss, optimizer)
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -54,28 +48,6 @@ def assert_as_plain(model: nn.Module, plain: nn.Module) -> None:
     assert all(torch.equal(found[name], param) for name, param in plain.named_parameters())
 
 
-def differ(kind: str, dtype: torch.dtype, level: str) -> list[str]:
-    """Losses and parameters that are not bit for bit those of a model that is not sharded. All
-    ranks have the same batch, so that means over them are exact."""
-    plain, model = made(kind, dtype), made(kind, dtype)
-    before = {name: value.clone() for name, value in plain.state_dict().items()}
-    fe.shard(model, strategy=level, initial_values="rank0")
-    jobs = (plain, optimizer_of(plain)), (model, optimizer_of(model))
-    found = []
-    for step in range(STEPS):
-        expected, loss = (step_of(*job, step) for job in jobs)
-        if loss != expected:
-            found.append(f"loss {step}: {loss} for {expected}")
-    own = reference.full_weights(model)
-    for name, param in plain.named_parameters():
-        # A trainable parameter that is bf16 has main weights of its own in fp32.
-        if own[name].dtype == param.dtype and not torch.equal(own[name], param.detach()):
-            found.append(name)
-        is_changed = not torch.equal(param, before[name])
-        assert is_changed == param.requires_grad, name
-    return found
-
-
 KINDS = [
     *(("lora", torch.float32), ("lora", torch.bfloat16)),
     *(("checkpointing", torch.float32), ("checkpointing", torch.bfloat16)),
@@ -85,24 +57,22 @@ KINDS = [
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("level", LEVELS)
-def test_adapters_train_as_peft_trains_them(
-    ranks: Ranks, level: str, kind: str, dtype: torch.dtype
-) -> None:
-    world_size = 1 if level == "no_shard" else 2
-    assert ranks.run(differ, kind, dtype, level, world_size=world_size) == [[]] * world_size
-
-
 @on_ranks(2)
-def test_each_rank_has_its_part_of_the_batch() -> None:
-    plain, model = made("lora", torch.float32), made("lora", torch.float32)
-    fe.shard(model)
-    one, other = optimizer_of(plain), optimizer_of(model)
+def test_adapters_train_as_peft_trains_them(level: str, kind: str, dtype: torch.dtype) -> None:
+    """Bit for bit: all ranks have the same batch, so that means over them are exact."""
+    plain, model = made(kind, dtype), made(kind, dtype)
+    before = {name: value.clone() for name, value in plain.state_dict().items()}
+    fe.shard(model, strategy=level, initial_values="rank0")
+    jobs = (plain, optimizer_of(plain)), (model, optimizer_of(model))
     for step in range(STEPS):
-        expected = step_of(plain, one, step)
-        loss = torch.tensor(step_of(model, other, step, dist.get_rank()))
-        dist.all_reduce(loss)
-        assert loss / 2 == pytest.approx(expected, rel=1e-5)
-    reference.assert_same_weights(model, plain, rtol=1e-3, atol=1e-5)
+        expected, loss = (step_of(*job, step) for job in jobs)
+        assert loss == expected, step
+    own = reference.full_weights(model)
+    for name, param in plain.named_parameters():
+        # A trainable parameter that is bf16 has main weights of its own in fp32.
+        assert own[name].dtype != param.dtype or torch.equal(own[name], param.detach()), name
+        is_changed = not torch.equal(param, before[name])
+        assert is_changed == param.requires_grad, name
 
 
 def two_adapters() -> peft.PeftModel:

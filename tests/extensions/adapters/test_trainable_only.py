@@ -18,25 +18,22 @@ import fsdp_engine as fe
 from fsdp_engine.checkpoint.cli import app
 from tests import reference
 from tests.checkpoint.scene import shared_folder
+from tests.models import LoraLinear
 from tests.pool import Ranks, on_ranks
 
 WIDTH = 128
 
 
-class Adapted(nn.Module):
-    """A frozen matrix with an adapter, and a buffer that is saved."""
+class Adapted(LoraLinear):
+    """With a buffer that is saved."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
-        self.down = nn.Linear(WIDTH, 2, bias=False)
-        self.up = nn.Linear(2, WIDTH, bias=False)
+        super().__init__(WIDTH, 2)
         self.register_buffer("calls", torch.zeros((), dtype=torch.long))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        out: Tensor = x + torch.tanh(self.base(x) + self.up(self.down(x)))
-        return out
+        return super().forward(x)
 
 
 def made(

@@ -17,28 +17,12 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.arenas.arena import SLACK, aligned
 from fsdp_engine.memory import allocator as memory_module
 from fsdp_engine.strategies import LEVELS
-from tests import reference
+from tests import models, reference
+from tests.checkpoint.scene import update
 from tests.extensions.arenas.planned_memory import Order, arenas_of, counting_fills, uneven_model
-from tests.extensions.fp8.half_codec import HalfCodec
-from tests.models import (
-    DIM,
-    CalledTwice,
-    Chain,
-    EncoderDecoder,
-    Even,
-    Mlp,
-    NestedUnits,
-    Regression,
-    Small,
-    lora_model,
-    mixed_model,
-    shared_model,
-    unused_model,
-    vector_batch,
-)
+from tests.extensions.fp8.int8_codec import Int8
 from tests.pairs import PAIRS_AND_WAYS
-from tests.pool import Ranks, on_ranks
-from tests.promises import keeping
+from tests.pool import on_ranks
 from tests.torch_versions import plans_addresses
 from tests.training import BUDGETS, POLICIES, mesh_of, traced, train
 
@@ -59,20 +43,24 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList([torch.randn(DIM), torch.randn(DIM, DIM)])
+        self.weights = nn.ParameterList(
+            [torch.randn(models.DIM), torch.randn(models.DIM, models.DIM)]
+        )
 
     def forward(self, x: Tensor, call: int) -> Tensor:
         weight = self.weights[call]
         return x + torch.tanh(x * weight if call == 0 else x @ weight)
 
 
-class InHalves(Regression):
+class InHalves(models.Regression):
     """The first unit gets one gradient before the others' come, and one after."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList([Halves(), Mlp(), Mlp(hidden=40), Mlp(), Mlp()])
+        self.first = nn.Linear(models.DIM, models.DIM)
+        self.blocks = nn.ModuleList(
+            [Halves(), models.Mlp(), models.Mlp(hidden=40), models.Mlp(), models.Mlp()]
+        )
 
     def predict(self, x: Tensor) -> Tensor:
         x = self.blocks[0](self.first(x), 0)
@@ -81,7 +69,7 @@ class InHalves(Regression):
         return self.blocks[0](x, 1)
 
 
-class Spans(Small):
+class Spans(models.Small):
     """Its six blocks in two checkpoints of several blocks each."""
 
     def predict(self, x: Tensor) -> Tensor:
@@ -114,19 +102,19 @@ class Caller(nn.Module):
 
     def __init__(self, other: nn.Module) -> None:
         super().__init__()
-        self.own = Mlp()
+        self.own = models.Mlp()
         self.others = (other,)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.own(self.others[0](x))
 
 
-class Calling(Regression):
+class Calling(models.Regression):
     """The first unit calls another one."""
 
     def __init__(self, callee: int) -> None:
         super().__init__()
-        others = [Mlp(), Mlp()]
+        others = [models.Mlp(), models.Mlp()]
         self.blocks = nn.ModuleList([Caller(others[callee - 1]), *others])
 
     def predict(self, x: Tensor) -> Tensor:
@@ -138,13 +126,13 @@ class Deaf(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(DIM))
+        self.weight = nn.Parameter(torch.ones(models.DIM))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight.tanh() * self.weight + 0 * x.detach()
 
 
-class WithDeaf(Small):
+class WithDeaf(models.Small):
     """A deaf unit beside others, which re-entrant checkpoints may run again."""
 
     def __init__(self, checkpoints: bool | None) -> None:
@@ -160,24 +148,24 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
     "other weights in each call": InHalves,
     "another order": lambda: Order(4, 2, 0, 1, 3),
     "checkpoints": lambda: Spans(6, checkpoints=False),
-    "checkpoints of one unit": lambda: Small(6, checkpoints=False),
+    "checkpoints of one unit": lambda: models.Small(6, checkpoints=False),
     "re-entrant checkpoints": lambda: Spans(6, checkpoints=True),
-    "frozen weights": lora_model,
-    "nested units": NestedUnits,
+    "frozen weights": models.lora_model,
+    "nested units": models.NestedUnits,
     "a unit that calls another": lambda: Calling(2),
-    "unused weights": unused_model,
-    "called twice in a row": CalledTwice,
-    "a weight of two units": shared_model,
-    "several buffers in a unit": mixed_model,
-    "units of two inputs": EncoderDecoder,
-    "re-entrant checkpoints of one unit": lambda: Small(6, checkpoints=True),
-    "one unit": lambda: Chain(Mlp()),
-    "no unit": lambda: Small(0),
+    "unused weights": models.unused_model,
+    "called twice in a row": models.CalledTwice,
+    "a weight of two units": models.shared_model,
+    "several buffers in a unit": models.mixed_model,
+    "units of two inputs": models.EncoderDecoder,
+    "re-entrant checkpoints of one unit": lambda: models.Small(6, checkpoints=True),
+    "one unit": lambda: models.Chain(models.Mlp()),
+    "no unit": lambda: models.Small(0),
 }
 
 
 def batch(seed: int) -> tuple[Tensor, Tensor]:
-    return vector_batch(2, 10 * seed + dist.get_rank())
+    return models.vector_batch(2, 10 * seed + dist.get_rank())
 
 
 def skip_and_reorder(model: Any, engine: Any) -> None:
@@ -204,10 +192,8 @@ def evaluate_between(model: Any, engine: Any) -> None:
         loss = model(*batch(number))
         with torch.no_grad():
             model(*batch(9))
-            model.blocks[1](torch.ones(1, DIM))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            model.blocks[1](torch.ones(1, models.DIM))
+        update(loss, optimizer)
         with torch.no_grad():
             model(*batch(8))
         with engine.unsharded(model.blocks[2]), torch.no_grad():
@@ -224,10 +210,20 @@ def fail_everywhere(model: Any, engine: Any) -> None:
     model.fails_at = -1
 
 
+def evaluate_and_train(model: Any, engine: Any) -> None:
+    with torch.no_grad():
+        model(*batch(3))
+        model.blocks[3](torch.ones(1, models.DIM))
+    train(model, engine, (2,))
+    with torch.no_grad():
+        model(*batch(4))
+
+
 def fail_and_go_on(model: Any, engine: Any) -> None:
-    train(model, engine, (1,))
-    fail_everywhere(model, engine)
     train(model, engine, (2, 1))
+    settle(model, engine, partial(evaluate_and_train, model, engine))
+    fail_everywhere(model, engine)
+    settle(model, engine, partial(evaluate_and_train, model, engine))
 
 
 def backward_of_backward(model: Any, engine: Any) -> None:
@@ -240,9 +236,7 @@ def backward_of_backward(model: Any, engine: Any) -> None:
         if number % 3 == 2:
             (slope,) = torch.autograd.grad(loss, x, create_graph=True)
             loss = model(x, y) + slope.square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
 
 
 def assert_settled(model: Any, engine: Any, body: Callable[[], object]) -> None:
@@ -264,12 +258,17 @@ def no_resize(storage: Any, num_bytes: int) -> None:
     raise AssertionError(f"{num_bytes} bytes are allocated")
 
 
+def settle(model: Any, engine: Any, body: Callable[[], object]) -> None:
+    """``body`` allocates nothing if there are arenas."""
+    if arenas_of(engine):
+        assert_settled(model, engine, body)
+    else:
+        body()
+
+
 def train_and_settle(model: Any, engine: Any) -> None:
     train(model, engine, (2, 1))
-    if arenas_of(engine):
-        assert_settled(model, engine, partial(train, model, engine, (1, 2)))
-    else:
-        train(model, engine, (1, 2))
+    settle(model, engine, partial(train, model, engine, (1, 2)))
 
 
 def train_on(model: Any, engine: Any) -> None:
@@ -319,11 +318,16 @@ def test_addresses_make_no_difference(name: str, level: str) -> None:
     torch.testing.assert_close(*weights, rtol=0, atol=0)
 
 
-def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
+@plans_addresses
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
+@on_ranks()
+def test_nothing_is_allocated_after_the_second_step(
+    strategy: str, outer: str, all_ways: bool
+) -> None:
     for name, (policy, *_) in POLICIES.items():
-        makers = (Even, uneven_model) if name == "bf16 reduced in bf16" else (Even,)
+        makers = (models.Even, uneven_model) if name == "bf16 reduced in bf16" else (models.Even,)
         if not all_ways:  # both kinds of model, each with other dtypes
-            makers = {"bf16": (Even,), "bf16 reduced in bf16": (uneven_model,)}.get(name, ())
+            makers = {"bf16": (models.Even,), "bf16 reduced in bf16": (uneven_model,)}.get(name, ())
         for make in makers:
             model, plain_model = make(), make()
             options: dict[str, Any] = {"mesh": mesh_of(2, 2), "mp_policy": policy}
@@ -349,14 +353,6 @@ def settle_pair(strategy: str, outer: str, all_ways: bool) -> None:
             rest.pop("grad", None)
             assert held == rest
             assert ("full" in peak) == (strategy == LEVEL_3)
-
-
-@plans_addresses
-@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
-def test_nothing_is_allocated_after_the_second_step(
-    ranks: Ranks, strategy: str, outer: str, all_ways: bool
-) -> None:
-    ranks.run(settle_pair, strategy, outer, all_ways)
 
 
 @plans_addresses
@@ -393,26 +389,6 @@ def test_nothing_is_allocated_where_gradients_outlast_their_backward(
 
 @plans_addresses
 @on_ranks(2)
-def test_evaluation_and_exceptions_are_served_from_the_arenas() -> None:
-    model = Failing(*FIVE)
-    engine = fe.shard(model, config=PLANNED)
-    train(model, engine, (2, 1))
-
-    def body() -> None:
-        with torch.no_grad():
-            model(*batch(3))
-            model.blocks[3](torch.ones(1, DIM))
-        train(model, engine, (2,))
-        with torch.no_grad():
-            model(*batch(4))
-
-    assert_settled(model, engine, body)
-    fail_everywhere(model, engine)
-    assert_settled(model, engine, body)
-
-
-@plans_addresses
-@on_ranks(2)
 @pytest.mark.parametrize(
     "strategy", [pytest.param("optim_grads", marks=pytest.mark.thorough), LEVEL_3]
 )
@@ -444,7 +420,7 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
     for budget in BUDGETS.values():
         for dtype, narrow in ((None, False), (torch.bfloat16, False), (torch.bfloat16, True)):
             tracer = traced(
-                lambda: Small(num_blocks=5),
+                lambda: models.Small(num_blocks=5),
                 mesh=mesh_of(2, 2),
                 strategy=strategy,
                 outer_strategy=outer,
@@ -470,13 +446,6 @@ def test_addresses_do_not_change_what_is_sent() -> None:
     assert planned == plain
 
 
-@on_ranks(world_size=2)
-def test_tensors_that_units_keep_have_their_gradients() -> None:
-    for loss in keeping.LOSSES:
-        for run in (keeping.after_output, keeping.within_output):
-            keeping.check(keeping.LEVEL_3, keeping.Net(run), loss, config=PLANNED)
-
-
 @plans_addresses
 @on_ranks()
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -490,11 +459,11 @@ def test_wires_that_are_decoded_have_addresses_too(pair: tuple[str, str], budget
         assert engine.memory_bytes()["full"] == engine.peak_memory_bytes()["full"] == held
 
     traced(
-        lambda: Small(num_blocks=5),
+        lambda: models.Small(num_blocks=5),
         body,
         mesh=mesh_of(2, 2),
         strategy=pair[0],
         outer_strategy=pair[1],
-        codec_rules=[lambda name, param, dtypes: ("half", HalfCodec)],
+        codec_rules=[Int8()],
         config=config_of(BUDGETS[budget]),
     )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,23 +68,11 @@ class FakePool:
         return None
 
 
-@dataclass
-class Sent:
-    """What collectives were told to read or write.
-
-    Attributes:
-        ranges: of the pool.
-        elsewhere: storages that have bytes which do not lie in it.
-    """
-
-    ranges: set[int] = field(default_factory=set)
-    elsewhere: set[int] = field(default_factory=set)
-
-
 @contextmanager
-def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
-    """Within it, engines get fake pools; gives what collectives are told to read or write."""
-    sent = Sent()
+def fake_pool() -> Iterator[Any]:
+    """Within it, engines get fake pools. Gives what collectives are told to read or write:
+    ``ranges`` of the pool, and storages ``elsewhere``, with bytes that do not lie in it."""
+    sent = SimpleNamespace(ranges=set(), elsewhere=set())
     zeros, empty, resize = allocator.zeros, allocator.empty, torch.UntypedStorage.resize_
     submit = HostLane.submit
     pools: list[FakePool] = []
@@ -119,7 +106,7 @@ def fake_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sent]:
                     sent.elsewhere.add(tensor.untyped_storage()._cdata)
         return submit(lane, label, *args, **options)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nccl_pool, "NcclPool", make_pool)
         patch.setattr(nccl_pool, "check_nccl", lambda mesh, *, symmetric: None)
         patch.setattr(allocator, "zeros", noting(zeros))
@@ -146,7 +133,7 @@ def test_what_collectives_read_and_write_lies_in_the_pool_and_nothing_else(
     strategy: str, dtype: torch.dtype | None
 ) -> None:
     policy = fe.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
-    with fake_pool(pytest.MonkeyPatch()) as sent:
+    with fake_pool() as sent:
         model = Even()
         engine = fe.shard(model, strategy=strategy, mp_policy=policy, config=UB)
         pool: Any = engine._memory._pool
@@ -172,7 +159,7 @@ def test_a_rehearsed_step_is_the_one_that_runs(
     config = fe.DistributedDataParallelConfig(
         nccl_ub=True, suggested_communication_unit_size=budget
     )
-    with fake_pool(pytest.MonkeyPatch()):
+    with fake_pool():
         model = make()
         engine = fe.shard(model, strategy=strategy, config=config)
         held = engine.memory_bytes()
@@ -186,7 +173,7 @@ def test_a_rehearsed_step_is_the_one_that_runs(
 @plans_addresses
 @on_ranks(world_size=2)
 def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> None:
-    with fake_pool(pytest.MonkeyPatch()):
+    with fake_pool():
         states = []
         for config in (None, UB):
             torch.manual_seed(0)
@@ -209,7 +196,7 @@ def test_steps_that_were_not_rehearsed_are_served_by_ordinary_memory_too() -> No
 @pytest.mark.parametrize("plain", [False, True])
 def test_without_addresses_transient_memory_comes_from_a_pool_that_may_grow(plain: bool) -> None:
     config = fe.DistributedDataParallelConfig(nccl_ub=True, disable_symmetric_registration=plain)
-    with fake_pool(pytest.MonkeyPatch()) as sent, pytest.MonkeyPatch.context() as patch:
+    with fake_pool() as sent, pytest.MonkeyPatch.context() as patch:
         patch.setattr(allocator, "CAN_SWAP", False)
         model = Even()
         engine = fe.shard(model, config=config)
@@ -233,68 +220,46 @@ def test_groups_without_nccl_are_refused_on_all_ranks_before_anything_is_changed
     fe.shard(Chain(Mlp()))  # nothing is in the way of another engine
 
 
-class Backend:
-    """Stands in for NCCL's backend object."""
+def backend(calls: list[Any], *, has_windows: bool = True, has_multicast: bool = True) -> Any:
+    """Stands in for NCCL's backend object, and notes ``calls``."""
 
-    mem_allocator = "NCCL's allocator"
+    def register(pool: Any, **options: Any) -> None:
+        assert has_windows or not options
+        calls.append((pool, options))
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, Any, dict[str, Any]]] = []
-
-    def name(self) -> str:
-        return "nccl"
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return True
-
-    def register_mem_pool(self, pool: Any, **options: Any) -> None:
-        """register_mem_pool(self, pool: torch._C._MemPool, symm: bool = False) -> None"""
-        self.calls.append(("register", pool, options))
+    register.__doc__ = "(pool, symm: bool = False)" if has_windows else "(pool)"
+    return SimpleNamespace(
+        mem_allocator="NCCL's allocator",
+        supports_tensor_alloc=lambda device: has_multicast,
+        register_mem_pool=register,
+    )
 
 
-class OldBackend(Backend):
-    """One without windows."""
-
-    def register_mem_pool(self, pool: Any, **options: Any) -> None:
-        """register_mem_pool(self, pool: torch._C._MemPool) -> None"""
-        assert not options
-        super().register_mem_pool(pool)
-
-
-class WithoutMulticast(Backend):
-    """On a device of which NCCL hands out no memory, as one that has no NVSwitch."""
-
-    def supports_tensor_alloc(self, device: torch.device) -> bool:
-        return False
-
-
-class Gloo:
-    """One without pools."""
-
-    def name(self) -> str:
-        return "gloo"
-
-
-def axis(*groups: Any) -> Any:
-    return SimpleNamespace(gather_group=groups[0], reduce_group=groups[1])
-
-
-def mesh_over(backend: Any, inner: Any, outer: Any, patch: pytest.MonkeyPatch) -> Any:
+def mesh_over(backend: Any, groups: Sequence[Any], patch: pytest.MonkeyPatch) -> Any:
     """A mesh whose groups are names; all of them run over ``backend``."""
     patch.setattr(nccl_pool, "backend_of", lambda group, device: backend)
+    inner, outer = (
+        SimpleNamespace(gather_group=gather, reduce_group=reduce)
+        for gather, reduce in (groups[:2], groups[2:])
+    )
     device_mesh = SimpleNamespace(get_group=lambda place: "the user's")
     device = torch.device("cpu")
     return SimpleNamespace(inner=inner, outer=outer, device_mesh=device_mesh, device=device)
 
 
+ALONE, GROUPS = (None,) * 4, ("g", "r", "og", "or")
+
+
+@pytest.mark.parametrize("groups", [ALONE, GROUPS])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_the_pool_is_registered_with_every_group_after_its_first_collective(
-    symmetric: bool, monkeypatch: pytest.MonkeyPatch
+    symmetric: bool, groups: Sequence[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend, log = Backend(), []
+    calls: list[Any] = []
+    log: list[Any] = []
 
     def all_reduce(tensor: torch.Tensor, group: Any) -> torch.Tensor:
-        log.append((group, len(backend.calls)))
+        log.append((group, len(calls)))
         return tensor
 
     @contextmanager
@@ -306,7 +271,7 @@ def test_the_pool_is_registered_with_every_group_after_its_first_collective(
     monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: f"pool of {allocator}")
     monkeypatch.setattr(torch.cuda, "use_mem_pool", use)
     monkeypatch.setattr(nccl_pool, "all_reduce_", all_reduce)
-    mesh = mesh_over(backend, axis("g", "r"), axis("og", "or"), monkeypatch)
+    mesh = mesh_over(backend(calls), groups, monkeypatch)
     nccl_pool.check_nccl(mesh, symmetric=symmetric)
     pool = nccl_pool.NcclPool(mesh, symmetric=symmetric)
     assert pool.takes_more is not symmetric
@@ -316,36 +281,24 @@ def test_the_pool_is_registered_with_every_group_after_its_first_collective(
     name = "pool of NCCL's allocator"
     assert log[:2] == [("enter", name), ("leave", name)]
     # Each group's communicator is there before the pool is registered with it.
-    assert log[2:] == [("g", 0), ("r", 1), ("og", 2), ("or", 3)]
-    assert backend.calls == [("register", name, {"symm": True} if symmetric else {})] * 4
-
-
-def test_a_single_rank_has_a_pool_and_nobody_to_register_it_with(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    backend = Backend()
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: allocator)
-    mesh = mesh_over(backend, axis(None, None), axis(None, None), monkeypatch)
-    nccl_pool.check_nccl(mesh, symmetric=True)
-    nccl_pool.NcclPool(mesh, symmetric=True).register()
-    assert backend.calls == []
+    num_groups = sum(group is not None for group in groups)
+    assert log[2:] == [(group, number) for number, group in enumerate(groups[:num_groups])]
+    assert calls == [(name, {"symm": True} if symmetric else {})] * num_groups
 
 
 @pytest.mark.parametrize(
-    ("backend", "words", "also_plain"),
+    ("nccl", "words", "also_plain"),
     [
-        (OldBackend(), "Use disable_symmetric_registration=True", False),
-        (WithoutMulticast(), r"nccl_ub: .* multicast, .*found .* does not on cpu", True),
-        (Gloo(), "nccl_ub: .*NCCL.*found gloo for cpu", True),
+        (backend([], has_windows=False), "Use disable_symmetric_registration=True", False),
+        (backend([], has_multicast=False), r"nccl_ub: .* multicast, .*does not on cpu", True),
         (None, "nccl_ub: .*NCCL.*found nothing for cpu", True),
     ],
-    ids=["without windows", "without multicast", "gloo", "none"],
+    ids=["without windows", "without multicast", "none"],
 )
 def test_what_cannot_register_is_refused(
-    backend: Any, words: str, also_plain: bool, monkeypatch: pytest.MonkeyPatch
+    nccl: Any, words: str, also_plain: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    groups = axis("g", "r") if isinstance(backend, Backend) else axis(None, None)
-    mesh = mesh_over(backend, groups, axis(None, None), monkeypatch)
+    mesh = mesh_over(nccl, GROUPS, monkeypatch)
     with pytest.raises(ValueError, match=words):
         nccl_pool.check_nccl(mesh, symmetric=True)
     with pytest.raises(ValueError, match=words) if also_plain else nullcontext():

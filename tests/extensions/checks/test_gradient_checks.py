@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.checks import gradient_checks
@@ -32,13 +32,13 @@ class Poisoned(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
         self.poisoned = nn.Parameter(torch.ones(DIM))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean() + (self.poisoned * y).sum()
 
 
-def inputs(number: int, bad: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(number: int, bad: float | None = None) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     x, y = torch.randn(2, DIM, generator=generator), torch.randn(DIM, generator=generator)
     if bad is not None and dist.get_rank() == dist.get_world_size() - 1:
@@ -60,7 +60,7 @@ def wrapped(*levels: str, mesh: Any = None, **fields: Any) -> fe.DistributedData
     return fe.DistributedDataParallel(Poisoned(), config_of(*levels, **fields), mesh)
 
 
-def assert_same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -244,3 +244,46 @@ def test_check_for_large_grads_is_not_blinded_by_a_step_that_was_not_finite() ->
         assert not warnings_of(ddp, 1.0)
         assert not warnings_of(ddp, 9.9)
         assert warnings_of(ddp, 100.0)
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(3, 2, dtype=torch.complex64))
+
+    def forward(self, scale: float) -> Tensor:
+        return (self.filter * scale).abs().sum()
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@on_ranks(2)
+def test_complex_gradients_that_are_nan_or_large_are_found(level: str) -> None:
+    model = Complex()
+    fe.shard(model, strategy=level, extensions=[fe.GradientChecks(large=True)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for scale in (1.0, 1.0, 30.0):
+            model.zero_grad()
+            model(scale).backward()
+    found = [str(each.message) for each in caught if "check_for_large_grads" in str(each.message)]
+    (text,) = found
+    assert "have norm 36.7 on this" in text  # 30 * sqrt(6) of 2 ranks
+    model.zero_grad()
+    loss = model(1.0) * (float("nan") if dist.get_rank() == 1 else 1.0)
+    with pytest.raises(RuntimeError, match=r"NaN or Inf, .* in .*filter \(data-parallel rank 1\)"):
+        loss.backward()
+
+
+@on_ranks(1)
+def test_the_check_for_large_gradients_is_exact_to_fp32_rounding() -> None:
+    model = Dot(2_400_000)
+    checks = fe.GradientChecks(nan=False, large=True)
+    fe.shard(model, strategy="optim_grads", extensions=[checks])
+    large, one = torch.randn(2_400_000), torch.zeros(2_400_000)
+    # The norm of one element is exact. That of all is 10 times as large and a bit.
+    one[0] = torch.linalg.vector_norm(large.double()) / 10 / (1 + 1e-5)
+    model(one).backward()
+    model.zero_grad()
+    loss = model(large)
+    with pytest.warns(UserWarning, match="more than 10 times the largest"):
+        loss.backward()

@@ -21,10 +21,11 @@ from fsdp_engine.comm import rendezvous
 from fsdp_engine.fsdp2 import fully_shard
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.checkpoint.scene import shared_folder
+from tests.checkpoint.scene import shared_folder, update
 from tests.models import Chain, Mlp, Transformer, vector_batch
 from tests.pool import Ranks, on_ranks
 from tests.reference import held
+from tests.scenario import Run, Scenario
 
 
 class Net(nn.Module):
@@ -61,15 +62,16 @@ def mine(x: Tensor) -> Tensor:
     return x.chunk(size)[rank]
 
 
+def loss_in_its_dtype(model: nn.Module, batch: reference.Batch) -> Tensor:
+    x = batch[0].to(next(model.parameters()).dtype)
+    return F.mse_loss(model(x).float(), x.float())
+
+
 def steps(model: nn.Module, optimizer: Any, which: range, part: Any = mine) -> list[float]:
     losses = []
     for step in which:
-        x = part(data(step, next(model.parameters()).dtype))
-        loss = F.mse_loss(model(x).float(), x.float())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(reference.mean_over_ranks(loss))
+        loss = loss_in_its_dtype(model, (part(data(step, torch.float32)),))
+        losses.append(reference.mean_over_ranks(update(loss, optimizer)))
     return losses
 
 
@@ -121,32 +123,30 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
 }
 
 
-def kinds_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    """Dtypes of the state, names of trained parameters, dtypes of their momentum."""
-    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    momenta = [optimizer.state[param]["momentum_buffer"].dtype for param in trained.values()]
-    return {n: v.dtype for n, v in model.state_dict().items()}, list(trained), momenta
+def dtypes_of(run: Run) -> dict[str, torch.dtype]:
+    """Of the model's state and the optimizer's."""
+    state = {**run.model.state_dict(), **run.state()}
+    return {name: value.dtype for name, value in state.items()}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @on_ranks(2)
 def test_training_goes_on_in_another_dtype(name: str) -> None:
     make, options, changes, levels = PROGRAMS[name]
+    scenario = Scenario(
+        model=make,
+        batch=partial(vector_batch, width=6),
+        options=options,
+        steps=2 * len(changes),
+        rows=4,
+        before_step=lambda model, step: None if step % 2 else changes[step // 2](model),
+        loss_of=loss_in_its_dtype,
+    )
+    expected = dtypes_of(scenario.alone())
     for level in levels:
-        alone, model = make(), make()
-        fe.shard(model, strategy=level, **options)
-        alone_sgd, sgd = momentum(alone), momentum(model)
-        expected, found = [], []
-        for number, change in enumerate(changes):
-            for each in (alone, model):
-                change(each)
-            which = range(2 * number, 2 * number + 2)
-            expected += steps(alone, alone_sgd, which, part=lambda x: x)
-            found += steps(model, sgd, which)
-            assert kinds_of(model, sgd) == kinds_of(alone, alone_sgd)
-        assert not hasattr(model, "first") or model.head.weight is model.first.weight
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        reference.assert_same_weights(model, alone, rtol=1e-4, atol=1e-5)
+        run = scenario.but(pair=(level, "no_shard")).check()
+        assert dtypes_of(run) == expected
+        assert not hasattr(run.model, "first") or run.model.head.weight is run.model.first.weight
 
 
 @on_ranks(1)
@@ -362,9 +362,7 @@ def made(level: str) -> Any:
 
 def step(model: nn.Module, optimizer: Any) -> None:
     x, y = vector_batch(4, 0)
-    model(x.to(next(model.parameters()).dtype), y).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    update(model(x.to(next(model.parameters()).dtype), y), optimizer)
 
 
 # Level, number of steps before, dtypes that ranks convert the model to, number of ranks.

@@ -16,22 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests import reference
+from tests.models import Mlp
 
 WIDTH, NUM_BLOCKS = 6, 5
 # What a forward does with a block: calls it, in one of these ways.
 WAYS = ("plain", "checkpointed", "re-entrant", "in vain", "without gradients", "reads its weight")
 # (block, way) in order.
 Route = Sequence[tuple[int, str]]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.out(torch.tanh(self.inner(x)))
 
 
 class Maze(nn.Module):
@@ -41,7 +32,7 @@ class Maze(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
+        self.blocks = nn.ModuleList(Mlp(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, 2)
         self.blocks[1].requires_grad_(False)
         self.double()
@@ -61,7 +52,7 @@ class Maze(nn.Module):
                     extra = block(x)
                 x = x + extra
             elif way == "reads its weight":
-                x = x + nn.functional.linear(x, block.out.weight)
+                x = x + nn.functional.linear(x, block.down.weight)
             elif way == "raises":
                 raise ArithmeticError(f"batch {number} is bad")
             elif way == "raises in backward":
@@ -80,7 +71,7 @@ def plain(*blocks: int) -> Route:
     return [(number, "plain") for number in blocks]
 
 
-UNITS = ["blocks.*", "blocks.*.inner"]
+UNITS = ["blocks.*", "blocks.*.up"]
 
 
 @dataclass(frozen=True)
@@ -149,7 +140,7 @@ def assert_same_gradients(model: nn.Module, alone: nn.Module) -> None:
     torch.testing.assert_close(*grads, check_device=False)
 
 
-def train_alone(case: Case, num_ranks: int) -> Iterator[nn.Module]:
+def train_alone(case: Case, num_ranks: int) -> Iterator[Maze]:
     model = Maze()
     optimizer = reference.sgd(model.parameters())
     for step, micros in enumerate(case.routes):
@@ -199,15 +190,19 @@ def check(
                 if options["reads_early"]:
                     [param.grad for param in model.parameters()]
             assert_same_gradients(model, alone)
+            if options["keeps"]:
+                engine.start_param_sync()
             # The other ranks may step at once, and none may see their weights.
             with around(), torch.no_grad():
                 for number, route in enumerate(case.evaluations[step][rank]):
                     assert_same_results(model, alone, number, route)
+                    # A block that is called by itself.
+                    assert_same_results(model.blocks[number % 2], alone.blocks[number % 2], number)
             optimizer.step()
             optimizer.zero_grad()
     assert sorted(engine.full_state_dict()) == sorted(alone.state_dict())
 
 
-def assert_same_results(model: nn.Module, alone: nn.Module, seed: int, route: Route) -> None:
-    found, expected = (each(inputs(seed, each), route) for each in (model, alone))
+def assert_same_results(model: nn.Module, alone: nn.Module, seed: int, *route: Route) -> None:
+    found, expected = (each(inputs(seed, each), *route) for each in (model, alone))
     torch.testing.assert_close(found, expected, check_device=False)

@@ -12,18 +12,8 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
-from tests.checkpoint.scene import shared_folder
-from tests.extensions.different_modules.maze import (
-    NUM_BLOCKS,
-    UNITS,
-    WIDTH,
-    Maze,
-    assert_same_gradients,
-    assert_same_results,
-    inputs,
-    loss_of,
-    plain,
-)
+from tests.checkpoint.scene import shared_folder, update
+from tests.extensions.different_modules import maze
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pool import on_few_ranks, on_ranks
 from tests.runtime.habits import Hidden
@@ -31,81 +21,30 @@ from tests.runtime.habits import Hidden
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
-@torch.no_grad()
-def forwards(model: Maze, num: int, seed: int) -> list[Tensor]:
-    """Each is of what a block returned that was called by itself."""
-    encoded = [model.blocks[n % 2](inputs(1000 * seed + n, model)) for n in range(num)]
-    return [model(x, plain(*range(n % 5))) for n, x in enumerate(encoded)]
-
-
-def check(
-    level: str,
-    rounds: list[tuple[int, int]],
-    *,
-    policy: fe.MixedPrecisionPolicy | None = None,
-    keeps: bool = False,
-) -> None:
-    """Trains, and evaluates in each round: by rank, the number of forwards.
-
-    Args:
-        keeps: Units are kept, and prefetched for a forward of all ranks.
-    """
-    dtype = torch.float64 if policy is None else torch.float32
-    rank, model, alone = dist.get_rank(), Maze().to(dtype), Maze().to(dtype)
-    engine = fe.shard(model, strategy=level, units=UNITS, mp_policy=policy)
-    for unit in engine.units[1::2] if keeps else ():
-        unit.options.keeps_after_backward = unit.options.keeps_after_forward = True
-    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
-    tolerance = 1e-5 if policy is None else 5e-2
-    for number, nums in enumerate(rounds):
-        loss_of(model, 10 * number + rank, plain(0, 2, 3)).backward()
-        losses = [loss_of(alone, 10 * number + each, plain(0, 2, 3)) for each in range(2)]
-        torch.stack(losses).mean().backward()
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-        if keeps:
-            engine.start_param_sync()
-        with engine.together():
-            found = forwards(model, nums[rank], number)
-        for ours, theirs in zip(found, forwards(alone, nums[rank], number), strict=True):
-            torch.testing.assert_close(ours.to(dtype), theirs, rtol=tolerance, atol=tolerance)
-    reference.assert_same_weights(model, alone, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp64", "bf16"])
-@pytest.mark.parametrize("level", LEVEL_NAMES)
-@on_ranks(2)
-def test_ranks_evaluate_different_numbers_of_batches(
-    level: str, policy: fe.MixedPrecisionPolicy | None
-) -> None:
-    check(level, [(2, 5), (0, 2), (3, 1), (1, 0), (0, 0)], policy=policy)
-
-
-@on_ranks(2)
-def test_it_can_stand_between_any_two_steps_with_units_that_are_kept() -> None:
-    check("optim_grads_params", [(0, 1)] * 3, keeps=True)
-
-
 @on_few_ranks
 def test_ranks_that_agree_and_one_rank_alone() -> None:
-    model, route = Maze(), plain(0, 2)
-    engine = fe.shard(model, units=UNITS, strategy="optim_grads_params")
+    model, route = maze.Maze(), maze.plain(0, 2)
+    engine = fe.shard(model, units=maze.UNITS, strategy="optim_grads_params")
     with engine.together(), torch.no_grad():
-        assert_same_results(model, Maze(), 0, route)
-    model(inputs(0), route).sum().backward()  # outside of it as ever
+        maze.assert_same_results(model, maze.Maze(), 0, route)
+    model(maze.inputs(0), route).sum().backward()  # outside of it as ever
 
 
+@pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
-def test_weights_that_travel_in_fp8_are_those_of_forwards_without_it() -> None:
-    model, route = Maze().float(), plain(0, 2)
-    engine = fe.shard(model, units=UNITS, codec_rules=(fe.Float8(),))
-    with torch.no_grad():
-        expected = [model(inputs(number, model), route) for number in range(3)]
-        with engine.together():
-            for number in range(1 + 2 * dist.get_rank()):
-                assert torch.equal(model(inputs(number, model), route), expected[number])
-        assert torch.equal(model(inputs(0, model), route), expected[0])
+def test_weights_in_low_precision_are_those_of_forwards_without_it(level: str) -> None:
+    for options in ({"codec_rules": (fe.Float8(),)}, {"mp_policy": BF16}):
+        model, route = maze.Maze().float(), maze.plain(0, 2)
+        engine = fe.shard(model, strategy=level, units=maze.UNITS, **options)
+        optimizer = reference.sgd(model.parameters())
+        for step in range(2):
+            update(maze.loss_of(model, step, route), optimizer)
+            with torch.no_grad():
+                with engine.together():
+                    numbers = range(1 + 2 * dist.get_rank())
+                    found = [model(maze.inputs(number, model), route) for number in numbers]
+                expected = [model(maze.inputs(number, model), route) for number in range(3)]
+            assert all(map(torch.equal, found, expected))
 
 
 # What forwards do with a block.
@@ -119,23 +58,26 @@ HABITS = {"calls": [(4, "plain")], "reads": [(4, "reads its weight")], "omits": 
 def test_training_learns_nothing_from_forwards_that_ranks_did_not_share(
     trains_first: bool, there: str, here: str
 ) -> None:
-    model, alone = Maze(), Maze()
-    engine = fe.shard(model, units=UNITS)
+    model, alone = maze.Maze(), maze.Maze()
+    engine = fe.shard(model, units=maze.UNITS)
     for step in range(3):
         if step or trains_first:
             for each in (model, alone):
                 each.zero_grad()
-                loss_of(each, 0, [*plain(0), *HABITS[there]]).backward()
-            assert_same_gradients(model, alone)
+                maze.loss_of(each, 0, [*maze.plain(0), *HABITS[there]]).backward()
+            maze.assert_same_gradients(model, alone)
         with engine.together(), torch.no_grad():
             for number in range(2 * dist.get_rank()):
-                assert_same_results(model, alone, number, [*plain(0), *HABITS[here]])
+                maze.assert_same_results(model, alone, number, [*maze.plain(0), *HABITS[here]])
 
 
 class PartlyFrozen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.frozen, self.trained = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.frozen, self.trained = (
+            nn.Linear(maze.WIDTH, maze.WIDTH),
+            nn.Linear(maze.WIDTH, maze.WIDTH),
+        )
         self.frozen.requires_grad_(False)
 
     def forward(self, x: Tensor | Hidden) -> Hidden:
@@ -151,35 +93,35 @@ def test_units_that_are_kept_and_stale_in_part() -> None:
     model, alone = models
     engine = fe.shard(model, units="*")
     for each in models:
-        each(inputs(0)).tensor.square().mean().backward()
+        each(maze.inputs(0)).tensor.square().mean().backward()
         optimizer = reference.sgd(each.parameters())
         optimizer.step()
         optimizer.zero_grad()
     with engine.together(), torch.no_grad():
         for number in range(2 * dist.get_rank()):
-            x = inputs(number)
+            x = maze.inputs(number)
             torch.testing.assert_close(model(x).tensor, alone(x).tensor)
     with torch.no_grad():
-        torch.testing.assert_close(model(inputs(5)).tensor, alone(inputs(5)).tensor)
+        torch.testing.assert_close(model(maze.inputs(5)).tensor, alone(maze.inputs(5)).tensor)
 
 
 @on_ranks(2)
 def test_nesting_is_refused() -> None:
     for level in LEVEL_NAMES[1:]:
-        model = Maze()
-        engine = fe.shard(model, units=UNITS, strategy=level)
+        model = maze.Maze()
+        engine = fe.shard(model, units=maze.UNITS, strategy=level)
         with engine.together():
             with pytest.raises(RuntimeError, match="and no such context; found such a context"):
                 engine.together().__enter__()
             engine.reset()  # changes nothing about the context
             with torch.no_grad():
-                assert_same_results(model, Maze(), 0, plain(0))
+                maze.assert_same_results(model, maze.Maze(), 0, maze.plain(0))
 
 
 def evaluate(model: nn.Module, num: int) -> None:
     with torch.no_grad():
         for number in range(num):
-            model(inputs(number), plain(number % NUM_BLOCKS))
+            model(maze.inputs(number), maze.plain(number % maze.NUM_BLOCKS))
 
 
 def sum_of_ranks(engine: fe.Engine) -> None:
@@ -230,60 +172,58 @@ CALLS: dict[str, list[Callable[[fe.Engine, torch.optim.Optimizer, str], Any]]] =
 @pytest.mark.parametrize("call", CALLS)
 @on_few_ranks
 def test_a_call_of_all_ranks_waits_for_those_that_evaluate(call: str) -> None:
-    folder, model, (rank, _) = shared_folder(), Maze(), reference.rank_and_size()
+    folder, model, (rank, _) = shared_folder(), maze.Maze(), reference.rank_and_size()
     engine = fe.shard(model, units="blocks.*")
     optimizer = torch.optim.AdamW(model.parameters())
-    route = plain(*range(1 + rank))
+    route = maze.plain(*range(1 + rank))
     with engine.together():
-        loss_of(model, rank, route).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss_of(model, rank, route).backward()
+        update(maze.loss_of(model, rank, route), optimizer)
+        maze.loss_of(model, rank, route).backward()
         evaluate(model, 1 + 4 * rank)
         for each in CALLS[call]:
             each(engine, optimizer, f"{folder}/one")
             evaluate(model, 4 - rank)
         optimizer.zero_grad()
-        loss_of(model, rank, route).backward()
+        maze.loss_of(model, rank, route).backward()
         optimizer.step()
 
 
 @on_ranks(2)
 def test_a_generator_that_is_closed_within_the_context_leaves_it() -> None:
-    rank, model, alone = dist.get_rank(), Maze(), Maze()
+    rank, model, alone = dist.get_rank(), maze.Maze(), maze.Maze()
     engine = fe.shard(model, units="blocks.*")
-    route = plain(1, 3)
+    route = maze.plain(1, 3)
 
     def results() -> Iterator[Tensor]:
         with engine.together(), torch.no_grad():
             while True:
-                yield model(inputs(0), route)
+                yield model(maze.inputs(0), route)
 
     for step in range(3):
         for number, result in enumerate(results()):
-            torch.testing.assert_close(result, alone(inputs(0), route))
+            torch.testing.assert_close(result, alone(maze.inputs(0), route))
             if number == 2 + 3 * step * rank:
                 break
-    loss_of(model, rank, plain(0)).backward()
+    maze.loss_of(model, rank, maze.plain(0)).backward()
     assert all(param.grad is not None for param in model.head.parameters())
 
 
 @on_ranks(2)
 def test_a_backward_after_the_context_raises_on_all_ranks() -> None:
-    rank, model = dist.get_rank(), Maze()
+    rank, model = dist.get_rank(), maze.Maze()
     engine = fe.shard(model, units="blocks.*")
     for step in range(2):
-        route = plain(*range(rank + step))
+        route = maze.plain(*range(rank + step))
         with engine.together():
-            loss = loss_of(model, 0, route)
+            loss = maze.loss_of(model, 0, route)
         with pytest.raises(RuntimeError, match=r"expected it within engine\.together\(\)"):
             loss.backward()
         engine.reset()
         with engine.together():
-            loss = loss_of(model, 0, route)
+            loss = maze.loss_of(model, 0, route)
         with engine.together():
             loss.backward()
         engine.zero_grad_buffer()
     with engine.together():
-        loss_of(model, 0, plain(0))  # its backward does not come
-    loss_of(model, 0, plain(0)).backward()
+        maze.loss_of(model, 0, maze.plain(0))  # its backward does not come
+    maze.loss_of(model, 0, maze.plain(0)).backward()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -14,12 +13,16 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import fsdp_engine as fe
 from tests import reference
-from tests.models import Normalised, lora_model, odd_model, vector_batch
-from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.models import DIM, Chain, Normalised, lora_model, odd_model, vector_batch
+from tests.pool import on_few_ranks, on_ranks
 from tests.reference import full_weights
 
 DECAY = 0.75
 BF16 = torch.bfloat16
+OFFLOADS = (
+    fe.Offload("host"),
+    fe.Offload("host", main_weights="host", gradients="host", step_on="host"),
+)
 # By name: arguments of shard, and of the average.
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no_shard": ({"strategy": "no_shard"}, {}),
@@ -37,6 +40,13 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "averages in bf16": ({"strategy": "optim_grads"}, {"dtype": BF16}),
+    **{
+        f"offloaded, stepped on the {offload.step_on}": (
+            {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=BF16), "extensions": [offload]},
+            {},
+        )
+        for offload in OFFLOADS
+    },
 }
 
 
@@ -45,7 +55,13 @@ def build(make: Callable[[], nn.Module], arguments: dict[str, Any]) -> tuple[nn.
     torch.manual_seed(1)
     model = make()
     engine = fe.shard(model, **arguments)
-    return model, engine, torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
+    return model, engine, optimizer
+
+
+def statistics() -> nn.Module:
+    """A model with running statistics."""
+    return Chain(Normalised())
 
 
 def batch(seed: int, width: int = 7) -> tuple[Tensor, Tensor]:
@@ -76,6 +92,7 @@ def test_averages_follow_the_formula_and_stand_in_for_the_weights(way: str) -> N
     arguments, options = WAYS[way]
     model, engine, optimizer = build(odd_model, arguments)
     ema = fe.EMA(engine, DECAY, **options)
+    assert engine.memory_bytes()["ema"] > 0
     dtype = options.get("dtype", torch.float32)
     expected = {name: weight.to(dtype) for name, weight in trained(model).items()}
     updates = 0
@@ -102,23 +119,32 @@ def test_averages_follow_the_formula_and_stand_in_for_the_weights(way: str) -> N
             for name, weight in trained(model).items():
                 torch.testing.assert_close(weight, found[name].to(weight.dtype), rtol=0, atol=0)
             assert model(*batch(50)) != loss
+        with pytest.raises(KeyError), ema.swapped():
+            raise KeyError
         assert model(*batch(50)) == loss
     # The model has its trained weights again, and the averages are as before.
     torch.testing.assert_close(trained(model), before, rtol=0, atol=0)
     torch.testing.assert_close(averages(ema), found, rtol=0, atol=0)
+    # A checkpoint has the state for other ranks and levels (``tests/checkpoint/test_extra.py``).
+    again = fe.EMA(engine, DECAY, **options)
+    again.load_state_dict(ema.state_dict())
+    torch.testing.assert_close(averages(again), found, rtol=0, atol=0)
+    assert again.num_updates == updates
     step(model, optimizer, 9)
+    del ema, again
+    assert "ema" not in engine.memory_bytes()
 
 
 @on_few_ranks
 def test_frozen_weights_have_no_average_and_buffers_have_one_on_request() -> None:
     model, engine, _ = build(lora_model, {})
     assert averages(fe.EMA(engine)).keys() == trained(model).keys()
-    model, engine, optimizer = build(lambda: Statistics(), {})
+    model, engine, optimizer = build(statistics, {})
     plain, ema = fe.EMA(engine, DECAY), fe.EMA(engine, DECAY, average_buffers=True)
-    mean = dict(model.named_buffers())["norm.running_mean"]
+    mean = dict(model.named_buffers())["blocks.0.norm.running_mean"]
     expected = mean.clone()
     for number in range(3):
-        step(model, optimizer, number, 16)
+        step(model, optimizer, number, DIM)
         ema.update()
         expected.lerp_(mean, 1 - DECAY)
     current = mean.clone()
@@ -129,78 +155,34 @@ def test_frozen_weights_have_no_average_and_buffers_have_one_on_request() -> Non
     torch.testing.assert_close(mean, current, rtol=0, atol=0)
 
 
-class Statistics(nn.Module):
-    """A model with running statistics."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(16)
-        self.linear = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return (self.linear(self.norm(x)) - target).square().mean()
-
-
-def save_averages(folder: str, level: str) -> tuple[dict[str, Tensor], int]:
-    model, engine, optimizer = build(odd_model, {"strategy": level})
-    ema = fe.EMA(engine, DECAY, warmup=True)
-    for number in range(3):
-        step(model, optimizer, number)
-        ema.update()
-    fe.Checkpointer(folder, engine, optimizer, extra={"ema": ema}).save(3)
-    return averages(ema), ema.num_updates
-
-
-def load_averages(folder: str, level: str) -> tuple[dict[str, Tensor], int]:
-    _, engine, optimizer = build(odd_model, {"strategy": level})
-    ema = fe.EMA(engine, DECAY, warmup=True)
-    fe.Checkpointer(folder, engine, optimizer, extra={"ema": ema}).load()
-    return averages(ema), ema.num_updates
-
-
-@pytest.mark.parametrize(
-    ("of", "to"),
-    [
-        ("optim_grads_params", "optim"),
-        ("no_shard", "optim_grads_params"),
-        ("optim_grads", "no_shard"),
-        ("no_shard", "no_shard"),
-    ],
-)
-def test_a_checkpoint_has_the_averages_for_other_ranks_and_levels(
-    ranks: Ranks, of: str, to: str
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        saved = ranks.run(save_averages, folder, of, world_size=2)[0]
-        loaded = ranks.run(load_averages, folder, to, world_size=3)[0]
-    assert loaded[1] == saved[1] == 3
-    torch.testing.assert_close(loaded[0], saved[0], rtol=0, atol=0)
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
 @pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads_params"])
 @on_ranks(2)
 def test_averages_of_torchs_averaged_model_continue(level: str) -> None:
-    alone = Statistics()
+    alone = statistics()
     optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
     averaged = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(DECAY), use_buffers=True)
     for number in range(6):
         if number == 3:
-            weights, given = copy.deepcopy((alone.state_dict(), averaged.state_dict()))
-        step(alone, optimizer, number, 16)
+            weights, given = copy.deepcopy((alone.state_dict(), values_of(averaged.module)))
+        step(alone, optimizer, number, DIM)
         averaged.update_parameters(alone)
-    model = Statistics()
+    model = statistics()
     engine = fe.shard(model, strategy=level, initial_values="rank0")
     model.load_state_dict(weights)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     ema = fe.EMA(engine, DECAY, average_buffers=True)
     state = ema.state_dict()
     for kind in ("shadow", "buffers"):
-        state[kind] = {name: given[f"module.{name}"] for name in state[kind]}
+        state[kind] = {name: given[name] for name in state[kind]}
     ema.load_state_dict(state)
     for number in range(3, 6):
-        step(model, optimizer, number, 16)
+        step(model, optimizer, number, DIM)
         ema.update()
-    expected = averaged.module.state_dict()
+    expected = values_of(averaged.module)
     for name, average in {**averages(ema), **ema.state_dict()["buffers"]}.items():
         torch.testing.assert_close(average, expected[name])
 
@@ -239,24 +221,3 @@ def test_bad_arguments_and_calls_are_refused() -> None:
                 inside()
     optimizer.step()
     ema.update()
-
-
-@on_ranks(2)
-def test_memory_of_averages_is_counted_until_they_are_deleted() -> None:
-    _, engine, _ = build(odd_model, {})
-    before = engine.memory_bytes()
-    ema = fe.EMA(engine)
-    assert engine.memory_bytes()["ema"] > 0
-    del ema
-    assert engine.memory_bytes() == before
-
-
-@on_ranks(2)
-def test_an_exception_within_the_context_restores_the_weights() -> None:
-    model, engine, optimizer = build(lambda: nn.Sequential(Normalised()), {})
-    ema = fe.EMA(engine)
-    optimizer.zero_grad()
-    before = trained(model)
-    with pytest.raises(KeyError), ema.swapped():
-        raise KeyError
-    torch.testing.assert_close(trained(model), before, rtol=0, atol=0)

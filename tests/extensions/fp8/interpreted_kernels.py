@@ -1,7 +1,7 @@
 """Compares the Triton kernels of fp8 with functions of torch in Triton's interpreter, on the CPU.
 
 The interpreter rounds in its own way, so values here are exact in e4m3. ``tests/gpu`` compares
-rounding. Run by ``test_fused_kernels.py``.
+rounding. Run by ``test_float8.py``.
 """
 
 from __future__ import annotations

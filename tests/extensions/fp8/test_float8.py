@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -20,20 +21,20 @@ import fsdp_engine as fe
 from fsdp_engine.codecs import Piece
 from fsdp_engine.extensions.fp8 import DecodingCodec, Float8, Float8Codec, arithmetic
 from tests import reference
+from tests.extensions.fp8 import interpreted_kernels
 from tests.extensions.fp8.float8_reference import (
     fp8_bytes,
     quantised,
     reference_grid,
     rounded_loss,
 )
-from tests.extensions.fp8.int8_codec import Int8
+from tests.extensions.fp8.int8_codec import Int8, Int8Codec
 from tests.extensions.transformer_engine.te_training import counting
 from tests.megatron.configs import Config
 from tests.messages import Messages, count_step
 from tests.models import Stack, Transformer, token_batch
 from tests.pairs import FEW_PAIRS
 from tests.pool import on_ranks
-from tests.reference import OptimizerMaker
 from tests.scenario import Run, Scenario
 from tests.training import mesh_of
 
@@ -82,16 +83,6 @@ def test_bytes_and_scales_are_those_of_the_reference_and_are_widened_to_its_valu
     assert torch.equal(codec.scales, torch.cat([reference_grid(each, options) for each in tensors]))
     for found, tensor in zip(out, tensors, strict=True):
         assert torch.equal(found, quantised(tensor, options))
-
-
-def test_the_worked_example_is_exact() -> None:
-    row = torch.tensor([[0.5, -7.0, 3.5]])
-    wire, codec = encoded([row], Float8("row"))
-    assert codec.scales.tolist() == [1 / 64]
-    assert wire.view(torch.float8_e4m3fn).float().tolist() == [32.0, -448.0, 224.0]
-    out = torch.empty(1, 3)
-    codec.decode(wire, [0], [out])
-    assert torch.equal(out, row)
 
 
 SCENARIO = Scenario(model=partial(Transformer, 2), max_norm=float("inf"))
@@ -163,18 +154,6 @@ def test_unknown_granularities_are_refused() -> None:
         Float8(exclude="head")  # type: ignore[arg-type]
 
 
-STEPS, MICROBATCHES = 3, 2
-# Matrices of 131 columns and up to 393 rows: blocks at both edges are cut, and no shard of four
-# ranks ends where a row does.
-WIDTH = 131
-CASES = [
-    (Float8("tensor"), torch.float32, reference.adamw),
-    (Float8("row"), torch.bfloat16, reference.sgd),
-    (Float8("block"), torch.float32, reference.adamw),
-    (Float8("block", power_of_two_scales=True), torch.bfloat16, reference.sgd),
-]
-
-
 def by_row(weight: Tensor) -> Tensor:
     scale = weight.abs().amax(1, keepdim=True) / 127
     return (weight / scale).round() * scale
@@ -186,7 +165,11 @@ def test_a_codec_of_a_users_own_trains_as_one_process_with_the_same_quantiser(
     pair: tuple[str, str],
 ) -> None:
     scenario = Scenario(model=partial(Transformer, 2), pair=pair, mesh=mesh_of(2, 2))
-    found = scenario.but(options={"codec_rules": [Int8()]}).sharded()
+    with counting(Int8Codec, "encode") as encode:
+        found = scenario.but(options={"codec_rules": [Int8()]}).sharded()
+    codecs = [buffer.weights.codec for buffer in found.engine.buffers]
+    num_codecs = sum(isinstance(each, Int8Codec) for each in codecs)
+    assert encode.call_count == scenario.steps * num_codecs > 0
     expected = scenario.but(loss_of=partial(rounded_loss, by_row)).alone()
     lines = reference.differences(found.steps, expected.steps, 2e-5)
     assert not lines, "\n".join([f"{pair}:", *lines[:8]])
@@ -203,90 +186,12 @@ def test_a_decoding_codec_holds_its_full_wire_only_while_it_is_decoded() -> None
     assert sum(held.values()) - held["grad"] == rest
 
 
-class Watch:
-    """Compares the parameters that modules compute with, whenever they do, with ``expected``."""
-
-    def __init__(
-        self, model: nn.Module, engine: fe.Engine, options: Float8, dtype: torch.dtype
-    ) -> None:
-        self.engine, self.options, self.dtype = engine, options, dtype
-        self.expected: dict[str, Tensor] = {}
-        self.used: dict[str, Tensor] = {}
-        self.looks: Counter[tuple[str, str]] = Counter()
-        self.places: set[tuple[str, str]] = set()
-        for path, module in model.named_modules():
-            for key, _ in module.named_parameters(recurse=False):
-                name = f"{path}.{key}"
-                self.places.add(("forward", name))
-                module.register_forward_pre_hook(partial(self._called, name, key))
-                if not isinstance(module, nn.Embedding):  # whose backward reads no weights
-                    self.places.add(("backward", name))
-                    module.register_forward_hook(partial(self._returned, name))
-
-    def expect(self, model: Any = None, step: int = 0) -> None:
-        """Expect the quantised values of the present main weights. A collective."""
-        for name in sorted({name for _, name in self.places}):
-            weight = self.engine.full_tensor(name)
-            seen = quantised(weight, self.options) if weight.ndim >= 2 else weight
-            self.expected[name] = seen.to(self.dtype)
-
-    def _called(self, name: str, key: str, module: nn.Module, args: Any) -> None:
-        # Autograd saves it, whatever the module has in backward.
-        self.used[name] = getattr(module, key).detach()
-        self._compare("forward", name)
-
-    def _returned(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
-        # The module's backward begins when its output's gradient is there.
-        output.register_hook(lambda grad: self._compare("backward", name))
-
-    def _compare(self, moment: str, name: str) -> None:
-        used = self.used[name]
-        self.looks[moment, name] += 1
-        assert used.dtype == self.expected[name].dtype
-        assert torch.equal(used, self.expected[name]), f"{moment} of {name}"
-
-
-def watched(
-    pair: tuple[str, str], options: Float8, dtype: torch.dtype, optimizer: OptimizerMaker
-) -> tuple[Scenario, Watch]:
-    """A transformer whose matrices are gathered as fp8."""
-    policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
-    scenario = Scenario(
-        model=partial(Transformer, 2, True, WIDTH),
-        pair=pair,
-        mesh=mesh_of(2, 2),
-        options={"mp_policy": policy, "codec_rules": [options]},
-        optimizer=optimizer,
-        steps=STEPS,
-        microbatches=MICROBATCHES,
+def test_triton_kernels_find_the_elements_and_scales_that_functions_of_torch_find() -> None:
+    pytest.importorskip("triton")
+    # A process of its own, because Triton must be imported anew for its interpreter.
+    command = [sys.executable, "-m", interpreted_kernels.__name__]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(interpreted_kernels.GRANULARITIES) * len(
+        interpreted_kernels.CASES
     )
-    model, engine = scenario.sharded_model()
-    return scenario, Watch(model, engine, options, dtype)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("pair", FEW_PAIRS)
-@on_ranks(4)
-def test_modules_compute_with_the_quantised_main_weights_in_every_forward_and_backward(
-    pair: tuple[str, str],
-) -> None:
-    for case in CASES:
-        scenario, watch = watched(pair, *case)
-        engine = watch.engine
-        with counting(Float8Codec, "encode") as encode:
-            run = scenario.but(before_step=watch.expect).train(engine.model, engine)
-        assert watch.looks == dict.fromkeys(watch.places, STEPS * MICROBATCHES)
-        codecs = [buffer.weights.codec for buffer in engine.buffers]
-        num_codecs = sum(isinstance(each, Float8Codec) for each in codecs)
-        assert encode.call_count == STEPS * num_codecs > 0
-        for one, other in itertools.pairwise(step.weights for step in run.steps):
-            assert not any(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.thorough
-@on_ranks(4)
-def test_the_comparison_sees_weights_of_the_step_before() -> None:
-    scenario, watch = watched(FEW_PAIRS[-1], *CASES[1])
-    watch.expect()
-    with pytest.raises(AssertionError, match="forward of"):
-        scenario.train(watch.engine.model, watch.engine)

@@ -6,6 +6,7 @@ computes.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any
 
@@ -16,55 +17,50 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.runtime.unit import BOTH
 from tests.pool import on_ranks
+from tests.promises import keeping
 from tests.promises.everywhere import Place, everywhere
-from tests.promises.keeping import (
-    DIM,
-    KEEPING,
-    LEVEL_3,
-    LOSSES,
-    HeadOfAnother,
-    Net,
-    Recomputed,
-    after_output,
-    check,
-    elsewhere_after_output,
-    of_both,
-    of_output,
-    within_output,
-)
 from tests.torch_versions import swaps_memory
 
 
 @everywhere
 def test_a_loss_of_tensors_that_units_keep_has_its_gradients(place: Place) -> None:
-    for loss in LOSSES:
-        for run in KEEPING:
-            check(place, Net(run), loss)
-        check(place, HeadOfAnother(lambda block, x: block.hidden(x)), loss)
-    check(place, Net(after_output), of_both, num_backwards=2)
-    check(place, Recomputed(after_output), of_both)
+    for loss in keeping.LOSSES:
+        for run in keeping.KEEPING:
+            keeping.check(place, keeping.Net(run), loss)
+        keeping.check(place, keeping.HeadOfAnother(lambda block, x: block.hidden(x)), loss)
+    keeping.check(place, keeping.Net(keeping.after_output), keeping.of_both, num_backwards=2)
+    keeping.check(place, keeping.Recomputed(keeping.after_output), keeping.of_both)
 
 
 @everywhere
 def test_a_unit_that_keeps_tensors_where_they_are_not_found_stays_full(place: Place) -> None:
-    for loss in LOSSES:
-        model = Net(elsewhere_after_output)
+    for loss in keeping.LOSSES:
+        model = keeping.Net(keeping.elsewhere_after_output)
         if place.inner != "optim_grads_params":
-            check(place, model, loss)
+            keeping.check(place, model, loss)
             continue
         with pytest.warns(UserWarning, match=r"unit blocks\.1: expected tensors that it computes"):
-            check(place, model, loss)
+            keeping.check(place, model, loss)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"min_unit_size": 10**6},
+    {"checkpointing": "offload"},
+    {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
+]
 
 
 @on_ranks(2)
-def test_tensors_that_joined_and_hooked_units_keep_have_their_gradients() -> None:
-    for loss in LOSSES:
-        for run in (after_output, within_output):
-            check(LEVEL_3, Net(run), loss, min_unit_size=10**6)
-        model = Net(lambda block, x: x + block.hidden(x))
+def test_tensors_that_units_with_options_and_hooks_keep_have_their_gradients() -> None:
+    for loss in keeping.LOSSES:
+        for options, run in itertools.product(OPTIONS, keeping.KEEPING[:2]):
+            keeping.check(keeping.LEVEL_3, keeping.Net(run), loss, **options)
+        model = keeping.Net(lambda block, x: x + block.hidden(x))
         for block in model.blocks:
             block.register_forward_hook(keep)
-        check(LEVEL_3, model, loss)
+        keeping.check(keeping.LEVEL_3, model, loss)
+    model = keeping.Net(keeping.after_output)
+    keeping.check(keeping.LEVEL_3, model, keeping.of_both, checkpointing=True)
 
 
 def keep(block: Any, args: Any, out: Tensor) -> None:
@@ -78,32 +74,32 @@ def test_a_unit_that_computes_a_metric_is_freed() -> None:
         block.metric = block.leave(out).norm().item()
         return out
 
-    engine = check(LEVEL_3, Net(run), of_output)
+    engine = keeping.check(keeping.LEVEL_3, keeping.Net(run), keeping.of_output)
     assert all(not unit.kept for unit in engine.units)
 
 
 @everywhere
 def test_an_output_that_is_a_view_may_be_changed_in_place(place: Place) -> None:
     def run(block: Any, x: Tensor) -> Tensor:
-        return block.hidden(x).view(-1, 2, DIM // 2)
+        return block.hidden(x).view(-1, 2, keeping.DIM // 2)
 
-    class Changing(Net):
+    class Changing(keeping.Net):
         def forward(self, x: Tensor) -> Tensor:
             x = self.embed(x)
             for block in self.blocks:
                 x = block(x)
                 x += 1.5
                 x[:, 0] += x[:, 1].detach()
-                x = x.reshape(-1, DIM)
+                x = x.reshape(-1, keeping.DIM)
             return self.head(x)
 
-    check(place, Changing(run), of_output)
+    keeping.check(place, Changing(run), keeping.of_output)
 
 
 @swaps_memory
 @on_ranks(2)
 def test_full_parameters_have_no_memory_before_their_gather_has_been_waited_for() -> None:
-    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    model = nn.Sequential(nn.Linear(keeping.DIM, keeping.DIM), nn.Linear(keeping.DIM, keeping.DIM))
     engine = fe.shard(model, units=[nn.Linear], options=fe.Options(min_unit_size=0))
     unit = next(each for each in engine.units if each.num_elements)
     weight = unit.buffers[0].full_params[0]
@@ -123,7 +119,7 @@ class Failing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(DIM, DIM)
+        self.linear = nn.Linear(keeping.DIM, keeping.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
@@ -132,11 +128,11 @@ class Failing(nn.Module):
 
 @on_ranks(2)
 def test_an_exception_in_forward_comes_without_a_warning_about_kept_tensors() -> None:
-    model = nn.Sequential(nn.Linear(DIM, DIM), Failing())
+    model = nn.Sequential(nn.Linear(keeping.DIM, keeping.DIM), Failing())
     engine = fe.shard(model, options=fe.Options(min_unit_size=0))
     for _ in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(KeyError):
-                model(torch.ones(2, DIM))
+                model(torch.ones(2, keeping.DIM))
         engine.reset()

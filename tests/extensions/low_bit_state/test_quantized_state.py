@@ -189,33 +189,6 @@ Momentum8bit.__module__ = "bitsandbytes.optim.optimizer"
 KINDS: dict[str, Any] = {"torchao": MomentumOfCodes, "bitsandbytes": Momentum8bit}
 
 
-def steps(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 3) -> None:
-    for _ in range(num):
-        model(torch.ones(2, 6)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@on_few_ranks
-def test_it_steps_on_slices_and_is_refused_without(level: str) -> None:
-    alone, model = (nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)) for _ in range(2))
-    model.load_state_dict(alone.state_dict())
-    steps(alone, MomentumOfCodes(alone.parameters(), 0.01))
-    engine = fe.shard(model, strategy=level)
-    before = engine.full_state_dict()
-    optimizer = MomentumOfCodes(model.parameters(), 0.01)
-    if any(isinstance(param, DTensor) for param in model.parameters()):
-        with pytest.raises(RuntimeError, match=r"MomentumOfCodes: expected fe.shard_optimizer"):
-            steps(model, optimizer, 1)
-        torch.testing.assert_close(engine.full_state_dict(), before, rtol=0, atol=0)
-        assert not optimizer.state
-        optimizer.zero_grad()
-    fe.shard_optimizer(optimizer)
-    steps(model, optimizer)
-    torch.testing.assert_close(dict(engine.full_state_dict()), dict(alone.state_dict()))
-
-
 def model_of() -> nn.Module:
     """Weights of 4,224 and 4,992 elements (16.5 and 19.5 blocks), of 4,608 (18), and of fewer than
     are quantised."""
@@ -253,7 +226,13 @@ def finish_alone(kind: str, num_steps: int) -> dict[str, Tensor]:
 
 def check_bits(kind: str, level: str) -> None:
     model, engine = sharded(level)
-    optimizer = fe.shard_optimizer(KINDS[kind](model.parameters(), 1e-3))
+    optimizer = KINDS[kind](model.parameters(), 1e-3)
+    if kind == "torchao" and any(isinstance(param, DTensor) for param in model.parameters()):
+        with pytest.raises(RuntimeError, match=r"MomentumOfCodes: expected fe.shard_optimizer"):
+            train(model, optimizer, 0, 1)
+        assert not optimizer.state
+        optimizer.zero_grad()
+    fe.shard_optimizer(optimizer)
     train(model, optimizer, 0, 4)
     assert_equal(engine.full_state_dict(), finish_alone(kind, 4))
 
@@ -261,7 +240,7 @@ def check_bits(kind: str, level: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_bits_do_not_depend_on_ranks_and_level(
+def test_bits_do_not_depend_on_ranks_and_level_and_need_sharding(
     ranks: Ranks, kind: str, level: str, world_size: int
 ) -> None:
     ranks.run(check_bits, kind, level, world_size=world_size)

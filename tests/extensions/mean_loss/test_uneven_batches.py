@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.fsdp2 import fully_shard
 from tests import reference
+from tests.checkpoint.scene import update
 from tests.megatron.configs import LEVEL_NAMES
 from tests.pairs import PAIRS
 from tests.pool import Ranks, on_few_ranks, on_ranks
@@ -496,9 +497,7 @@ def train_alone(epochs: Epochs, accumulate: int) -> tuple[nn.Module, list[float]
             count = sum(batch.size for batch in step)
             total = torch.stack([batch.loss_sum(model) for batch in step]).sum()
             # A step without samples has gradients of zero.
-            (total / max(1, count)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(total / max(1, count), optimizer)
             losses.append(total.item() / count if count else math.nan)
     return model, losses
 

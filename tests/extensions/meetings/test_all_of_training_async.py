@@ -22,19 +22,7 @@ from fsdp_engine.comm.lanes import LANES
 from tests import models
 from tests.async_device import device as on
 from tests.async_device import ranks as device
-from tests.async_device.scene import (
-    FULL_AND_THOROUGH,
-    LEVELS,
-    Job,
-    compare,
-    differences,
-    on_cpu,
-    random_delays,
-    small_job,
-    train,
-    train_with,
-    weights_of,
-)
+from tests.async_device import scene
 from tests.composition import tensor_parallel
 from tests.extensions.pipelines import scene as pipelines
 from tests.matrices import thorough_but
@@ -52,7 +40,9 @@ ROUNDING = 2e-7
 def check_training(pair: tuple[str, str], sizes: tuple[int, int]) -> None:
     size = dist.get_world_size()
     num_micro = 1 if size == 2 else 3 if 4 in sizes else 2
-    found = compare(small_job(pair=pair, sizes=sizes, num_micro=num_micro), ROUNDING * (size == 4))
+    found = scene.compare(
+        scene.small_job(pair=pair, sizes=sizes, num_micro=num_micro), ROUNDING * (size == 4)
+    )
     assert not found
 
 
@@ -66,14 +56,14 @@ def test_ranks_train_as_on_the_cpu(
 
 @on_ranks(2)
 def test_the_comparison_sees_one_bit() -> None:
-    job = small_job(num_micro=1)
-    one, other = train(job, "cpu"), train(job, "cpu")
-    assert not differences(one, other)
+    job = scene.small_job(num_micro=1)
+    one, other = scene.train(job, "cpu"), scene.train(job, "cpu")
+    assert not scene.differences(one, other)
     weight = other.weights["blocks.1.down.weight"]
     weight[3, 4] = torch.nextafter(weight[3, 4], torch.tensor(9.0))
-    assert len(differences(one, other)) == 1
+    assert len(scene.differences(one, other)) == 1
     other.weights["last.weight"][2, 0] = float("nan")
-    assert len(differences(one, other, tolerance=1.0)) == 1
+    assert len(scene.differences(one, other, tolerance=1.0)) == 1
 
 
 def policy(**fields: Any) -> tuple[str, Any]:
@@ -88,30 +78,30 @@ def config(**fields: Any) -> tuple[str, Any]:
     return ("config", fe.DistributedDataParallelConfig(**fields))
 
 
-def of(make_model: Callable[[], nn.Module], width: int = models.DIM) -> Job:
-    return Job(make_model, functools.partial(vector_batch, width=width))
+def of(make_model: Callable[[], nn.Module], width: int = models.DIM) -> scene.Job:
+    return scene.Job(make_model, functools.partial(vector_batch, width=width))
 
 
 ORDINARY = {
-    "bf16": small_job(options=(policy(),)),
-    "fp8_gather": small_job(options=(float8("row"), policy())),
-    "double_buffer": small_job(options=(config(fsdp_double_buffer=True),)),
+    "bf16": scene.small_job(options=(policy(),)),
+    "fp8_gather": scene.small_job(options=(float8("row"), policy())),
+    "double_buffer": scene.small_job(options=(config(fsdp_double_buffer=True),)),
     "frozen": of(models.lora_model),
     "no_gradient": of(models.unused_model),
 }
 FEATURES = {
     **ORDINARY,
-    "bf16_reductions": small_job(options=(policy(reduce_dtype=torch.bfloat16),)),
-    "bf16_sent": small_job(options=(policy(grad_comm_dtype=torch.bfloat16),)),
-    "fp8_gather_by_tensor": small_job(options=(float8("tensor"),)),
-    "fp8_gather_by_block": small_job(options=(float8("block"),)),
-    "fp8_double_buffer": small_job(options=(float8("row"), config(fsdp_double_buffer=True))),
-    "no_prefetch": small_job(options=(config(suggested_communication_unit_size=0),)),
-    "large_prefetch": small_job(options=(config(suggested_communication_unit_size=10**6),)),
-    "one_unit": small_job(options=(("min_unit_size", None),)),
-    "adamw": small_job(make_optimizer=adamw),
-    "not_clipped": small_job(clips=False),
-    "tied": Job(functools.partial(Transformer, 1, tied=True), token_batch),
+    "bf16_reductions": scene.small_job(options=(policy(reduce_dtype=torch.bfloat16),)),
+    "bf16_sent": scene.small_job(options=(policy(grad_comm_dtype=torch.bfloat16),)),
+    "fp8_gather_by_tensor": scene.small_job(options=(float8("tensor"),)),
+    "fp8_gather_by_block": scene.small_job(options=(float8("block"),)),
+    "fp8_double_buffer": scene.small_job(options=(float8("row"), config(fsdp_double_buffer=True))),
+    "no_prefetch": scene.small_job(options=(config(suggested_communication_unit_size=0),)),
+    "large_prefetch": scene.small_job(options=(config(suggested_communication_unit_size=10**6),)),
+    "one_unit": scene.small_job(options=(("min_unit_size", None),)),
+    "adamw": scene.small_job(make_optimizer=adamw),
+    "not_clipped": scene.small_job(clips=False),
+    "tied": scene.Job(functools.partial(Transformer, 1, tied=True), token_batch),
     "odd": of(models.odd_model, width=7),
     "frozen_first": of(models.frozen_first_model),
     "mixed_dtypes": of(models.mixed_model),
@@ -130,14 +120,14 @@ def check_feature(feature: str, pair: tuple[str, str], sizes: tuple[int, ...]) -
     job = dataclasses.replace(FEATURES[feature], pair=pair, sizes=sizes, num_micro=len(sizes))
     # bf16 rounds sums of another order to another neighbour: one in 2^8.
     rounding = 2e-2 if feature.startswith(("bf16", "fp8", "mixed")) else 2e-6
-    assert not compare(job, rounding if sizes == (2, 2) else 0.0)
+    assert not scene.compare(job, rounding if sizes == (2, 2) else 0.0)
 
 
 @pytest.mark.parametrize("feature", thorough_but(ORDINARY, FEATURES))
 @pytest.mark.parametrize(
     ("pair", "sizes"),
     [
-        *(((level, "no_shard"), (2,)) for level in LEVELS),
+        *(((level, "no_shard"), (2,)) for level in scene.LEVELS),
         (("optim", "optim"), (2, 2)),
         (("optim_grads_params", "optim_grads"), (2, 2)),
     ],
@@ -151,18 +141,13 @@ def test_a_feature_gives_the_bits_of_the_cpu(
 def weights_of_mixture(level: str, device_type: str) -> dict[str, torch.Tensor]:
     """Weights of this rank's expert and of what all ranks share, after some steps."""
     mesh = dist.init_device_mesh(device_type, (2, 2), mesh_dim_names=("copies", "experts"))
-    held, device = mesh["experts"].get_local_rank(), torch.device(device_type)
+    held = mesh["experts"].get_local_rank()
     model = experts.build([held], mesh["experts"].get_group())
     engine = fe.shard(
         model, mesh._flatten("all"), level, expert_mesh=mesh["copies"], min_unit_size=0
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    for _ in range(3):
-        x, y = experts.batches(1)[0][dist.get_rank()]
-        model(x.to(device), y.to(device)).backward()
-        engine.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    scene.train_with(engine, optimizer, [experts.batches(1)] * 3)
     return {name: engine.full_tensor(name).cpu() for name, _ in model.named_parameters()}
 
 
@@ -173,18 +158,16 @@ def weights_with_tensor_parallelism(level: str, device_type: str) -> dict[str, t
     tensor_parallel.cut(model.to(device_type), mesh["tp"], sequence=True)
     engine = fe.shard(model, mesh["dp"], level, min_unit_size=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for step in range(3):
-        for micro in range(2):
-            tokens = tensor_parallel.tokens_for(step, micro, engine.mesh.rank)
-            with engine.no_sync() if micro == 0 else torch.enable_grad():
-                model(tokens.to(device_type)).backward()
-        engine.clip_grad_norm_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    tokens = tensor_parallel.tokens_for
+    data: Any = [
+        [[(tokens(step, micro, rank // 2),) for rank in range(4)] for micro in (0, 1)]
+        for step in range(3)
+    ]
+    scene.train_with(engine, optimizer, data)
     return {name: full(p).cpu() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("level", FULL_AND_THOROUGH)
+@pytest.mark.parametrize("level", scene.FULL_AND_THOROUGH)
 @pytest.mark.parametrize(
     ("weights", "tolerance"),
     [(weights_of_mixture, ROUNDING), (weights_with_tensor_parallelism, 2e-6)],
@@ -194,7 +177,7 @@ def test_experts_and_tensor_parallelism_train_as_on_the_cpu(
     weights: Callable[[str, str], dict[str, torch.Tensor]], tolerance: float, level: str
 ) -> None:
     expected = weights(level, "cpu")
-    with random_delays(seed=3):
+    with scene.random_delays(seed=3):
         found = weights(level, on.NAME)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
@@ -205,28 +188,28 @@ def test_a_pipeline_trains_as_on_the_cpu(schedule: str) -> None:
     expected = pipelines.make_pipeline(schedule, "optim_grads")
     pipelines.train(expected, 2)
     found = pipelines.make_pipeline(schedule, "optim_grads", device_type=on.NAME)
-    with random_delays(seed=5):
+    with scene.random_delays(seed=5):
         pipelines.train(found, 2)
     torch.testing.assert_close(
         torch.tensor(found.losses), torch.tensor(expected.losses), rtol=0, atol=1e-6
     )
     for mine, theirs in zip(found.engines, expected.engines, strict=True):
-        weights = weights_of(theirs)
-        for name, weight in weights_of(mine).items():
+        weights = scene.weights_of(theirs)
+        for name, weight in scene.weights_of(mine).items():
             torch.testing.assert_close(weight, weights[name], rtol=0, atol=1e-6)
 
 
 @on_ranks(2)
 def test_measure_changes_no_number_and_finds_the_lane_that_is_slow() -> None:
-    job = small_job(num_micro=1)
-    expected = on_cpu(job)
+    job = scene.small_job(num_micro=1)
+    expected = scene.on_cpu(job)
     torch.manual_seed(1)
     model = job.make_model()
     engine = job.shard(model, on.NAME)
     optimizer = job.make_optimizer(model.parameters())
     with on.delays(collective=5e-3), engine.measure() as measured:
-        found = train_with(engine, optimizer, job.data())
-    assert not differences(found, expected)
+        found = scene.train_with(engine, optimizer, job.data())
+    assert not scene.differences(found, expected)
     # Three steps of collectives that take 5 ms each, and kernels that take next to nothing.
     waited = dict.fromkeys(LANES, 0.0)
     for each in measured.waited:
@@ -243,9 +226,9 @@ def test_60_orders_that_delays_make_give_the_same_bits(slowest: str) -> None:
     rank = dist.get_rank()
     for seed in range(60):
         sizes = (1, 2) if seed % 20 < 10 else (2, 1)
-        job = small_job(pair=PAIRS[seed % len(PAIRS)], sizes=sizes, num_micro=1)
+        job = scene.small_job(pair=PAIRS[seed % len(PAIRS)], sizes=sizes, num_micro=1)
         factor = 0.1 if slowest != "collective" and rank == seed % 2 else 1.0  # on one rank only
         given = {name: seconds * factor for name, seconds in delays.items()}
         with on.delays(**given, host=5e-5, seed=2 * seed + rank):
-            found = train(job, on.NAME)
-        assert not differences(found, on_cpu(job)), seed
+            found = scene.train(job, on.NAME)
+        assert not scene.differences(found, scene.on_cpu(job)), seed

@@ -16,7 +16,8 @@ from fsdp_engine.extensions.offload.owned_homes import StateHome
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import differences, train
-from tests.extensions.whole_tensor_optimizers.device_steps import job, make_optimizer
+from tests.extensions.whole_tensor_optimizers.owned import LEVELS, job, make_optimizer
+from tests.matrices import thorough_but
 from tests.pool import on_ranks
 
 ranks = device.ranks
@@ -57,14 +58,7 @@ def differences_after_a_reset(pair: tuple[str, str], place: str) -> list[str]:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-@pytest.mark.parametrize(
-    "level",
-    [
-        "optim",
-        "optim_grads_params",
-        *(pytest.param(each, marks=pytest.mark.thorough) for each in ("no_shard", "optim_grads")),
-    ],
-)
+@pytest.mark.parametrize("level", thorough_but(["optim", "optim_grads_params"], LEVELS))
 @on_ranks(2)
 def test_state_that_lies_elsewhere_may_be_reset(level: str, place: str) -> None:
     assert not differences_after_a_reset((level, "no_shard"), place)

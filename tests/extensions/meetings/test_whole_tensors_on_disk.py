@@ -16,19 +16,10 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload.disk_memory import DiskBlock
 from tests import reference
-from tests.extensions.whole_tensor_optimizers.device_steps import small_chunks
-from tests.extensions.whole_tensor_optimizers.owned import (
-    LEVELS,
-    MAKERS,
-    RESETS,
-    Side,
-    sharded,
-    tensors_of,
-    values,
-)
+from tests.extensions.whole_tensor_optimizers import owned
 from tests.pool import on_few_ranks
 
-whitening = MAKERS["Whitening"]
+whitening = owned.MAKERS["Whitening"]
 
 
 class Exchanging(torch.optim.Optimizer):
@@ -55,7 +46,7 @@ class Exchanging(torch.optim.Optimizer):
 def late_disk() -> Iterator[None]:
     """Within it state is read, and written, after a delay: a read that no step awaits ends when new
     state is in its place."""
-    with small_chunks() as patch:
+    with owned.small_chunks() as patch:
         for name, seconds in (("read", 0.003), ("write", 0.006)):
             call = getattr(DiskBlock, name)
 
@@ -71,18 +62,18 @@ def late_disk() -> Iterator[None]:
 def test_main_weights_of_whole_tensors_stay_on_the_device(tmp_path: Path) -> None:
     offload = fe.Offload(optimizer_state="disk", main_weights="disk", folder=tmp_path)
     with pytest.raises(ValueError, match=r"offload\.main_weights: expected 'device', since Muon s"):
-        sharded(MAKERS["Muon"], extensions=[offload])
+        owned.sharded(owned.MAKERS["Muon"], extensions=[offload])
 
 
 def assert_same_on_a_disk(
-    body: Callable[[Side], object], maker: Callable[[Any], Any], folder: Path, **options: Any
-) -> list[Side]:
+    body: Callable[[owned.Side], object], maker: Callable[[Any], Any], folder: Path, **options: Any
+) -> list[owned.Side]:
     """Training with state on a disk has the bits of training with state on the device."""
     disk = fe.Offload(optimizer_state="disk", folder=folder)
-    sides = [sharded(maker, extensions=given, **options) for given in ([], [disk])]
+    sides = [owned.sharded(maker, extensions=given, **options) for given in ([], [disk])]
     for side in sides:
         body(side)
-    assert all(map(torch.equal, *(values(side.model) for side in sides)))
+    assert all(map(torch.equal, *(owned.values(side.model) for side in sides)))
     return sides
 
 
@@ -91,14 +82,14 @@ def partly_whole(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), 0.02)
 
 
-@pytest.mark.parametrize("name", [*MAKERS, "mixed"])
+@pytest.mark.parametrize("name", [*owned.MAKERS, "mixed"])
 @on_few_ranks
 def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
-    maker, options = MAKERS.get(name, partly_whole), {}
+    maker, options = owned.MAKERS.get(name, partly_whole), {}
     if maker is partly_whole:
         options = {"whole": ["0.*", "2.*"]}
 
-    def body(side: Side) -> None:
+    def body(side: owned.Side) -> None:
         side.train(0, 1)
         side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict()))
         side.train(2)
@@ -108,7 +99,7 @@ def test_state_on_a_disk(name: str, tmp_path: Path) -> None:
         assert sides[1].engine.memory_bytes("disk")["optimizer"] > 0
     expected, found = (side.optimizer.state_dict()["state"] for side in sides)
     assert found.keys() == expected.keys()
-    for one, other in zip(tensors_of(found), tensors_of(expected), strict=True):
+    for one, other in zip(owned.tensors_of(found), owned.tensors_of(expected), strict=True):
         assert torch.equal(reference.held(one), reference.held(other))
 
 
@@ -122,7 +113,7 @@ def exchanging(model: nn.Module) -> torch.optim.Optimizer:
 
 # By name of what happens to state in a step: optimizers, and options of ``shard_optimizer``.
 CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
-    **dict.fromkeys(RESETS, (whitening, {})),
+    **dict.fromkeys(owned.RESETS, (whitening, {})),
     "tensors exchanged": (exchanging, {"whole": True}),
     "slices exchanged": (exchanging, {"elementwise": True}),
     "called again": (lbfgs(None), {}),
@@ -131,15 +122,15 @@ CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]
 
 
 @pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", owned.LEVELS)
 @on_few_ranks
 def test_state_on_a_disk_may_be_reset_and_exchanged_and_closures_called_again(
     level: str, name: str, tmp_path: Path
 ) -> None:
-    def body(side: Side) -> None:
+    def body(side: owned.Side) -> None:
         for step in range(4):
-            if step == 2 and name in RESETS:
-                RESETS[name](side.optimizer)
+            if step == 2 and name in owned.RESETS:
+                owned.RESETS[name](side.optimizer)
             side.optimizer.step(side.closure(step))
 
     maker, options = CHANGES[name]

@@ -1,7 +1,9 @@
-"""Backwards that run within a backward: cached losses, and layers that run in slices."""
+"""Backwards that run within a backward: cached losses, layers that run in slices, re-entrant
+checkpoints."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from tests import reference
 from tests.extensions.nested_backwards.cached_loss import WIDTH, Encoder, Rows, cached, pair_loss
-from tests.megatron.configs import LEVEL_NAMES
+from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
+from tests.models import DIM, Small, vector_batch
 from tests.pool import on_few_ranks, on_ranks
 from tests.reference import Batch, loss_of
 from tests.scenario import Scenario
@@ -145,17 +149,38 @@ def test_gradients_are_those_of_one_process(name: str) -> None:
         SCENARIOS[name].but(pair=(level, "no_shard")).check()
 
 
+within_together = cached.but(around=lambda engine: engine.together())
+
+
 @on_ranks(2)
 def test_ranks_have_different_numbers_of_mini_batches() -> None:
-    for level in ("no_shard", "optim", "optim_grads"):
-        cached.but(pair=(level, "no_shard"), batch=Rows(2, 7)).check()
+    for level in LEVEL_NAMES:
+        # Ranks that gather together need ``together``.
+        for scenario in (within_together, cached)[: 2 - (level == "optim_grads_params")]:
+            scenario.but(pair=(level, "no_shard"), batch=Rows(2, 7)).check()
 
 
 @on_ranks(4)
 def test_two_axes() -> None:
+    uneven = within_together.but(batch=Rows(2, 6, 4, 3))
     for scenario, pair in (
-        (cached, ("optim_grads_params", "no_shard")),
-        (cached, ("optim_grads", "optim")),
+        *((each, ("optim_grads_params", "no_shard")) for each in (cached, uneven)),
+        *((each, ("optim_grads", "optim")) for each in (cached, uneven)),
         (sliced_mlp, ("optim_grads_params", "optim")),
     ):
         scenario.but(pair=pair, mesh=(2, 2)).check()
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", ["optim", "optim_grads"])
+@pytest.mark.parametrize("size", [None, 0])
+def test_re_entrant_checkpoints_train_in_buckets(level: str, size: int | None) -> None:
+    data = reference.make_data(vector_batch, 4, 2, 2)
+    torch.manual_seed(3)
+    model = Small(3, checkpoints=True)
+    expected = reference.train(copy.deepcopy(model), data)
+    fields = {} if size is None else {"suggested_communication_unit_size": size}
+    config = config_of(level, overlap=True, bucket_size=DIM * DIM + DIM, **fields)
+    ddp = fe.DistributedDataParallel(model, config)
+    assert len(ddp.engine.buffers) > 1
+    assert not reference.differences(train_wrapped(ddp, data), expected, 2e-5)

@@ -65,9 +65,9 @@ def job(
 ) -> Job:
     """A job of one rank, unless ``sizes`` are given, whose state lies at ``place``."""
     shard: dict[str, Any] = {"offload": PLACES[place], "mp_policy": policy}
-    given = {"num_micro": 1, "sizes": (1,), **fields}
+    given = {"num_micro": 1, "sizes": (1,), "make_optimizer": make_adamw, **fields}
     options = tuple(item for item in shard.items() if item[1] is not None)
-    return Job(make_model, vector_batch, pair, make_optimizer=make_adamw, options=options, **given)
+    return Job(make_model, vector_batch, pair, options=options, **given)
 
 
 def trained(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor
 import fsdp_engine as fe
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.places import ROLES
+from tests.checkpoint.scene import update
 from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS
 from tests.reference import rank_and_size
+from tests.scenario import Scenario, assert_same_bits
 
 STATE = ("optimizer_state",)
 # All combinations but that of state alone.
@@ -38,8 +41,6 @@ POLICIES = {
         param_dtype=torch.bfloat16, main_params_dtype=torch.bfloat16
     ),
 }
-# Called with a model, its engine, its optimizer and the number of a step, before the step.
-Change = Callable[[Any, fe.Engine, Any, int], object]
 
 
 def on_disk(folder: str | Path, roles: Sequence[str] = STATE) -> fe.Offload:
@@ -51,98 +52,53 @@ def all_roles(level: str) -> tuple[str, ...]:
     return ROLES if level.startswith("optim_grads") else ROLES[:2]
 
 
-def make(
-    pair: tuple[str, str] = FULL,
-    name: str = "AdamW",
-    offload: fe.Offload | None = None,
-    **options: Any,
-) -> tuple[Any, fe.Engine, Any]:
-    """A model, its engine, and an optimizer of two groups."""
-    torch.manual_seed(0)
-    model = Small(2)
-    mesh = (2, 2) if rank_and_size()[1] == 4 else None
-    engine = fe.shard(model, mesh, *pair, offload=offload, min_unit_size=0, **options)
-    params = list(model.parameters())
-    groups = [{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}]
-    optimizer = MAKERS[name](groups)
-    fe.shard_optimizer(optimizer, elementwise=name == "Lion")
-    return model, engine, optimizer
-
-
-def step(model: Any, engine: fe.Engine, optimizer: Any, number: int, micro: int = 1) -> list[Any]:
-    """One step, of which every third is skipped, on this rank's rows; losses and norms."""
-    rank, size = rank_and_size()
-    device, found = engine.mesh.device, list[Any]()
-    for index in range(micro):
-        rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
-        batch = [part[rows].to(device) for part in vector_batch(4, 10 * number + index)]
-        with nullcontext() if index == micro - 1 else engine.no_sync():
-            loss = model(*batch) / micro
-            loss.backward()
-        found.append(("loss", number, loss.detach()))
-    if micro == 2:
-        found.append(("norm", number, engine.clip_grad_norm_(0.5)))
-    if number % 3 != 2:
-        optimizer.step()
-    optimizer.zero_grad(set_to_none=number % 2 == 0)
-    return found
-
-
-def values(optimizer: Any) -> list[Any]:
-    """State and hyperparameters, in order."""
-    packed = optimizer.state_dict()
-    found: list[Any] = []
-    for index in sorted(packed["state"]):
-        for key in sorted(packed["state"][index]):
-            value = packed["state"][index][key]
-            local = getattr(value, "local", value)
-            found.append((index, key, local.clone() if isinstance(local, Tensor) else local))
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in packed["param_groups"]]
-    return [*found, groups, getattr(optimizer, "num_steps", None)]
-
-
-def weights(engine: fe.Engine) -> list[Any]:
-    """Full weights, as :func:`assert_same` takes them. A collective."""
-    return [(key, "", value) for key, value in engine.full_state_dict().items()]
-
-
-def train(
-    offload: fe.Offload | None,
+def scenario(
     pair: tuple[str, str] = FULL,
     name: str = "AdamW-fused",
-    change: Change = lambda *args: None,
-    micro: int = 2,
+    offload: fe.Offload | None = None,
     **options: Any,
-) -> list[Any]:
-    """Losses, norms, weights and state of four steps, one of which is skipped. With two
-    microbatches gradients are clipped. ``options`` are those of ``shard``."""
-    model, engine, optimizer = make(pair, name, offload, **options)
-    found = []
-    for number in range(4):
-        change(model, engine, optimizer, number)
-        found += step(model, engine, optimizer, number, micro)
-    assert "optimizer" not in engine.memory_bytes() or offload is None
-    return [*found, *weights(engine), *values(optimizer)]
+) -> Scenario:
+    """Training by an optimizer of two groups. ``options`` are those of ``shard``."""
+
+    def make_optimizer(parameters: Iterable[Tensor]) -> Any:
+        params = list(parameters)
+        return MAKERS[name]([{"params": params[::2]}, {"params": params[1::2], "lr": 3e-3}])
+
+    return Scenario(
+        model=functools.partial(Small, 2),
+        batch=vector_batch,
+        pair=pair,
+        mesh=(2, 2) if rank_and_size()[1] == 4 else None,
+        options={"min_unit_size": 0, "offload": offload, **options},
+        optimizer=make_optimizer,
+        wrap=functools.partial(fe.shard_optimizer, elementwise=name == "Lion"),
+        steps=3,
+        max_norm=0.5,
+    )
 
 
-def compare(
-    folder: str | Path, roles: Sequence[Sequence[str]], pair: tuple[str, str] = FULL, **given: Any
-) -> None:
-    """Assert that :func:`train` gives the same bits with each of ``roles`` on a disk."""
-    expected = train(None, pair, **given)
+def make(*args: Any, **options: Any) -> tuple[Any, fe.Engine, Any]:
+    """A model, its engine and its optimizer, by the arguments of :func:`scenario`."""
+    given = scenario(*args, **options)
+    model, engine = given.sharded_model()
+    return model, engine, given.wrap(given.optimizer(model.parameters()))
+
+
+def step(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
+    """A step on this rank's rows."""
+    rank, size = rank_and_size()
+    rows = slice(rank * 4 // size, (rank + 1) * 4 // size)
+    update(model(*(part[rows] for part in vector_batch(4, number))), optimizer)
+
+
+def compare(folder: str | Path, roles: Sequence[Sequence[str]], given: Scenario) -> None:
+    """Assert that training has the same bits with each of ``roles`` on a disk."""
+    expected = given.sharded()
     for each in roles:
-        assert_same(train(on_disk(folder, each), pair, **given), expected)
+        found = given.but(options={"offload": on_disk(folder, each)}).sharded()
+        assert_same_bits(found, expected)
+        assert "optimizer" not in found.engine.memory_bytes()
     assert not os.listdir(folder)  # its files have no names
-
-
-def assert_same(found: list[Any], expected: list[Any]) -> None:
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        if isinstance(one, tuple) and isinstance(one[2], Tensor):
-            assert one[:2] == other[:2]
-            assert torch.equal(one[2].cpu(), other[2].cpu()), one[:2]
-        else:
-            assert one == other
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -11,72 +12,15 @@ import torch
 import torch.distributed as dist
 
 import fsdp_engine as fe
-from fsdp_engine.extensions.offload.places import ROLES
 from tests.async_device import device as on
-from tests.async_device.scene import assert_same as assert_same_state
-from tests.async_device.scene import differences, state_of, train_with
+from tests.async_device.scene import assert_same, differences, state_of, train_with
+from tests.checkpoint import moved_state
 from tests.extensions.offload.device_jobs import job, trained
-from tests.extensions.offload.offloaded import (
-    FULL,
-    LEVELS,
-    STATE,
-    assert_same,
-    make,
-    on_disk,
-    step,
-    values,
-)
+from tests.extensions.offload.offloaded import LEVELS, all_roles, make, on_disk, step
 from tests.optim.optimizers import counting_chunks
 from tests.pool import Ranks
 
 OPTIM = ("optim", "no_shard")
-
-
-def continued(model: Any, engine: fe.Engine, optimizer: Any, checkpointer: Any) -> list[Any]:
-    """Weights after two more steps."""
-    for number in range(3, 5):
-        step(model, engine, optimizer, number)
-    checkpointer.close()
-    return list(engine.full_state_dict().values())
-
-
-def save(folder: str, offload: fe.Offload | None) -> list[Any]:
-    """The weights of a run that saves after two steps, at its end."""
-    made = make(FULL, "AdamW", offload)
-    checkpointer = fe.Checkpointer(Path(folder) / "saved", *made[1:])
-    for number in range(2):
-        step(*made, number)
-    checkpointer.save_async(2)
-    return continued(*made, checkpointer)
-
-
-def load(folder: str, offload: fe.Offload | None) -> list[list[Any]]:
-    """The weights of runs that load what :func:`save` saved, at first and after other steps."""
-    pair = ("optim_grads", "no_shard") if offload and offload.gradients == "disk" else OPTIM
-    found = []
-    for steps_before in (0, 2):
-        made = make(pair, "AdamW", offload)
-        for number in range(steps_before):
-            step(*made, 20 + number)
-        checkpointer = fe.Checkpointer(Path(folder) / "saved", *made[1:])
-        checkpointer.load()
-        found.append(continued(*made, checkpointer))
-    return found
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [((), STATE), ((), ROLES), (STATE, STATE), (ROLES, ROLES), (ROLES, ())],
-    ids=str,
-)
-def test_a_checkpoint_loads_on_other_ranks_with_another_offload(
-    ranks: Ranks, saved: tuple[str, ...], loaded: tuple[str, ...], tmp_path: Path
-) -> None:
-    places = [on_disk(tmp_path, roles) if roles else None for roles in (saved, loaded)]
-    expected = ranks.run(save, str(tmp_path), places[0], world_size=2)[0]
-    for found in ranks.run(load, str(tmp_path), places[1], world_size=1)[0]:
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_a_state_dict_of_torch_goes_home_and_state_that_is_replaced_does_too(
@@ -91,22 +35,22 @@ def test_a_state_dict_of_torch_goes_home_and_state_that_is_replaced_does_too(
     with counting_chunks() as counts:
         offloaded.load_state_dict(saved)
     assert counts == [0]
-    assert_same(values(offloaded), values(optimizer))
+    assert_same(state_of(other_engine, offloaded), state_of(engine, optimizer))
     for each in (optimizer, offloaded):
         state = each.state[next(iter(each.state))]
         state["exp_avg"] = torch.zeros_like(state["exp_avg"])
     for number in (3, 4):
         step(model, engine, optimizer, number)
         step(other, other_engine, offloaded, number)
-    assert_same(values(offloaded), values(optimizer))
+    assert_same(state_of(other_engine, offloaded), state_of(engine, optimizer))
 
 
 @pytest.mark.parametrize("is_loaded", [True, False])
 @pytest.mark.parametrize("level", LEVELS)
 def test_fp32_state_of_bf16_weights_stays_fp32(level: str, is_loaded: bool, tmp_path: Path) -> None:
-    found: list[list[Any]] = []
+    found: list[dict[str, torch.Tensor]] = []
     policy = fe.MixedPrecisionPolicy(main_params_dtype=torch.bfloat16)
-    for offload in (None, on_disk(tmp_path)):
+    for offload in (None, on_disk(tmp_path, all_roles(level))):
         model, engine, optimizer = make((level, "no_shard"), "RMSprop", offload, mp_policy=policy)
         if not found or not is_loaded:
             step(model, engine, optimizer, 0)
@@ -119,10 +63,10 @@ def test_fp32_state_of_bf16_weights_stays_fp32(level: str, is_loaded: bool, tmp_
             fe.load_checkpoint(tmp_path / "saved", engine, optimizer)
         for number in (1, 3):
             step(model, engine, optimizer, number)
-        found.append(values(optimizer))
-    kinds = {each[1]: each[2].dtype for each in found[1] if isinstance(each, tuple)}
-    whole = dict.fromkeys(("square_avg", "momentum_buffer", "step"), torch.float32)
-    assert kinds == {"grad_avg": torch.bfloat16, **whole}
+        found.append(state_of(engine, optimizer))
+    for name, value in found[1].items():
+        is_whole = name.endswith(("square_avg", "momentum_buffer", "step"))
+        assert value.dtype == (torch.float32 if is_whole else torch.bfloat16), name
     assert_same(found[1], found[0])
 
 
@@ -132,7 +76,7 @@ def test_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     fe.save_checkpoint(tmp_path / "saved", engine, optimizer)
     model, engine, optimizer = make(OPTIM, "AdamW", on_disk(tmp_path))
     step(model, engine, optimizer, 0)
-    before, saved = values(optimizer), copy.deepcopy(optimizer.state_dict())
+    before, saved = state_of(engine, optimizer), copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"the state exp_avg, exp_avg_sq, .*'max_exp_avg"):
         fe.load_checkpoint(tmp_path / "saved", engine, optimizer)
     last = max(saved["state"])
@@ -143,7 +87,7 @@ def test_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
         state = {**saved["state"], last: {**saved["state"][last], key: value}}
         with pytest.raises(ValueError, match=problem):
             optimizer.load_state_dict({**saved, "state": state})
-    assert_same(values(optimizer), before)
+    assert_same(state_of(engine, optimizer), before)
     step(model, engine, optimizer, 1)
 
 
@@ -174,7 +118,7 @@ def save_and_load_on_the_device(folder: str, level: str, places: list[str | None
                 train_with(engine, optimizer, data, clips=False)
             in_steps = len(counts)
             fe.Checkpointer(f"{folder}/{saved}", engine, optimizer).load()
-            assert_same_state(state_of(engine, optimizer), at_the_call)
+            assert_same(state_of(engine, optimizer), at_the_call)
             assert len(counts) == in_steps
             assert not differences(train_with(engine, optimizer, data, clips=False), rest)
     assert max(counts) == 2
@@ -192,3 +136,28 @@ def test_saving_and_loading_bring_no_state_to_the_device(
     device_ranks: Ranks, level: str, places: list[str | None], tmp_path: Path
 ) -> None:
     device_ranks.run(save_and_load_on_the_device, str(tmp_path), level, places, world_size=2)
+
+
+def adamw(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def wrapped(parameters: Any) -> Any:
+    return fe.shard_optimizer(adamw(parameters))
+
+
+def check_moved_state() -> None:
+    options = {"offload": fe.Offload("disk", tempfile.gettempdir())}
+    moved_state.check_wider_dtypes(wrapped, moved_state.MOVES, adamw, **options)
+    moved_state.check_plain_dict_state(fe.shard_optimizer, **options)
+    moved_state.check_missing_state(wrapped, "exp_avg", keeps_optimizer=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "group"),
+    [(2, True), *(pytest.param(1, each, marks=pytest.mark.thorough) for each in (True, False))],
+)
+def test_offloaded_state_follows_its_parameter_and_is_resumed_or_refused_by_name(
+    ranks: Ranks, world_size: int, group: bool
+) -> None:
+    ranks.run(check_moved_state, world_size=world_size, group=group)

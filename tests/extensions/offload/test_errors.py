@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,15 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.offload.places import ROLES
 from fsdp_engine.optim.state_format import StateFormat
 from tests.async_device import device as on
+from tests.checkpoint.scene import shared_folder
 from tests.extensions.offload.offloaded import FULL, POLICIES, STATE, failing, make, on_disk, step
 from tests.models import Small, vector_batch
 from tests.optim.optimizers import MAKERS, Lion
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
 from tests.units.refusals import refused
 
 OPTIM = ("optim", "no_shard")
+TOO_SMALL = r"expected \d+ bytes for state; found \d+"
 EIO = OSError(errno.EIO, "Input/output error")
 HOST, DISK = dict.fromkeys(ROLES, "host"), dict.fromkeys(ROLES, "disk")
 
@@ -84,24 +85,18 @@ def test_places_that_a_level_or_a_folder_cannot_have_are_refused(tmp_path: Path)
     fe.shard(Small(2), offload=fe.Offload(optimizer_state="host"))
 
 
-def shard_unevenly(folder: str) -> tuple[str, str]:
-    """Errors of ranks of which one has an offload, and of which one has a full disk."""
-    model = Small(2)
+@on_ranks(2)
+def test_an_error_of_one_rank_is_an_error_of_all() -> None:
+    model, folder = Small(2), shared_folder()
     with refused(model, "expected the same parameters and options") as uneven:
         fe.shard(model, offload=on_disk(folder) if dist.get_rank() else None)
-    with pytest.MonkeyPatch.context() as patch:
+    assert "'optimizer_state': 'disk'" in str(uneven.value)
+    expected = pytest.raises((OSError, RuntimeError, ValueError), match=TOO_SMALL)
+    with pytest.MonkeyPatch.context() as patch, expected:
         if dist.get_rank() == 1:
             patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises((OSError, RuntimeError, ValueError)) as caught:
-            fe.shard(model, offload=on_disk(folder, ROLES))
+        fe.shard(model, offload=on_disk(folder, ROLES))
     assert all(type(param) is torch.nn.Parameter for param in model.parameters())
-    return str(uneven.value), str(caught.value)
-
-
-def test_an_error_of_one_rank_is_an_error_of_all(ranks: Ranks, tmp_path: Path) -> None:
-    for uneven, of_disk in ranks.run(shard_unevenly, str(tmp_path), world_size=2):
-        assert "'optimizer_state': 'disk'" in uneven
-        assert re.search(r"expected \d+ bytes for state; found \d+", of_disk)
 
 
 class Keeping(torch.optim.SGD):
@@ -208,7 +203,7 @@ def test_a_disk_that_is_too_small_is_an_error_before_training(
     model = Small(2)
     fe.shard(model, strategy="optim", offload=on_disk(tmp_path))
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OSError, match=r"expected \d+ bytes for state; found \d+"):
+    with pytest.raises(OSError, match=TOO_SMALL):
         fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
     assert not os.listdir(tmp_path)
 

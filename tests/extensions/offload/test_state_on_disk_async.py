@@ -33,7 +33,8 @@ def test_memory_on_the_host_is_staging_alone_and_is_shown() -> None:
     there = engine.memory_bytes("disk")
     elements = sum(param.local.numel() for param in engine.model.parameters())
     for role, num_bytes in (("optimizer", 8), ("main", 4), ("grad", 4)):
-        assert there[role] >= num_bytes * elements
+        rounding = 1024 * len(engine.buffers)
+        assert 0 <= there[role] - num_bytes * elements < rounding, role
     shown = str(engine.describe())
     assert "disk" in shown
     assert "staging" in shown
@@ -111,23 +112,3 @@ def test_an_error_of_the_disk_is_raised_wherever_it_comes_and_the_next_step_step
             assert not any(each.drain() for each in offloadings_of(engine))
     step(2)
     assert all(bool(torch.isfinite(param.local).all()) for param in engine.model.parameters())
-
-
-@on_ranks(1)
-def test_an_error_of_a_copy_ends_the_copies_behind_it_and_is_raised_by_the_next_wait() -> None:
-    engine, _, _ = trained(EVERYTHING)
-    offloading = offloadings_of(engine)[0]
-    kept = engine.buffers[0].weights.main_shard.home
-    memory = torch.zeros(len(kept.bytes), dtype=torch.uint8, device=on.DEVICE)
-    with failing("pwritev", 0, EIO):
-        offloading.state_out.submit("return it", lambda: kept.take(memory))
-        offloading.state_out.submit("return it again", lambda: kept.take(memory))
-        with pytest.raises(ValueError, match="state on disk"):
-            offloading.wait()
-    offloading.wait()
-    with failing("pwritev", 0, EIO):
-        out = offloading.state_out.submit("return", lambda: kept.take(memory))
-        into = offloading.state_in.submit("bring", lambda: kept.bring(memory), after=[out])
-        with pytest.raises(ValueError, match="Input/output error"):
-            offloading.compute.wait(into)
-    assert len(offloading.drain()) == 1

@@ -4,28 +4,23 @@ without an offload; and the waits and copies without which they are wrong."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 import fsdp_engine as fe
-from fsdp_engine.buffers.weights import Weights
-from fsdp_engine.comm.device_lane import DeviceLane
-from fsdp_engine.comm.pending_steps import PendingStep
 from fsdp_engine.extensions.offload.disk_staging import Staging
 from fsdp_engine.extensions.offload.home import HostHome, StagedHome
 from fsdp_engine.extensions.offload.offloaded_step import _Chunk
 from fsdp_engine.extensions.offload.offloading import Offloading
 from fsdp_engine.extensions.offload.step_beside_forward import StepBesideForward
-from fsdp_engine.extensions.offload.thread_lane import ThreadLane, ThreadTicket
+from fsdp_engine.extensions.offload.thread_lane import ThreadLane
 from tests.async_device import device as on
 from tests.async_device import ranks as device
 from tests.async_device.scene import differences, on_cpu, random_delays, train
 from tests.async_device.waits import memory_is_overwritten
-from tests.extensions.offload import offloaded
 from tests.extensions.offload.device_jobs import (
-    PLACES,
     REST_ON_DISK,
     REST_ON_HOST,
     STATE,
@@ -34,6 +29,7 @@ from tests.extensions.offload.device_jobs import (
     small_pieces,
 )
 from tests.extensions.offload.offloaded import BF16, FULL, LEVELS
+from tests.matrices import thorough_but
 from tests.optim.optimizers import MAKERS, counting_chunks
 from tests.pairs import PAIRS
 from tests.pool import on_ranks
@@ -59,13 +55,11 @@ THOROUGH = pytest.mark.thorough
 
 # Where less or more lies elsewhere than with others.
 VARIANTS = ("rest on the host", "rest on a disk", "gradients on the host")
-SOME_AND_THOROUGH = [
-    pytest.param(place, marks=THOROUGH) if place in VARIANTS else place for place in OFFLOADS
-]
+ORDINARY = [place for place in OFFLOADS if place not in VARIANTS]
 
 
 @pytest.mark.parametrize("every_pair", [False, pytest.param(True, marks=THOROUGH)])
-@pytest.mark.parametrize("place", SOME_AND_THOROUGH)
+@pytest.mark.parametrize("place", thorough_but(ORDINARY, OFFLOADS))
 @on_ranks(2)
 def test_two_ranks_train_as_on_the_cpu_bit_for_bit(place: str, every_pair: bool) -> None:
     pairs = PAIRS if place in STATE else SHARDED_PAIRS
@@ -103,21 +97,23 @@ def test_microbatches_train_as_without_an_offload(places: list[str], clips: bool
 FEW = ("SGD", "Rprop", "AdamW-fused", "Lion")  # each at another level
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=THOROUGH) for name in MAKERS]
-)
+@pytest.mark.parametrize("name", thorough_but(FEW, MAKERS))
 @on_ranks(1)
 def test_every_optimizer_steps_as_with_state_on_the_device(name: str) -> None:
     """At one level. On the CPU each steps at every level in ``test_training_on_disk.py``."""
+
+    def make_optimizer(params: Any) -> Any:
+        return fe.shard_optimizer(MAKERS[name](params), elementwise=name == "Lion")
+
     number = list(MAKERS).index(name)
     level = LEVELS[number % 4]
-    options: Any = {"pair": (level, "no_shard"), "name": name, "micro": 1}
-    options["mp_policy"] = BF16 if level == "optim_grads" else None
-    expected = offloaded.train(None, **options)
+    policy = BF16 if level == "optim_grads" else None
+    options: Any = {"make_optimizer": make_optimizer, "pair": (level, "no_shard"), "policy": policy}
+    expected = train(job(None, **options), on.NAME)
     for place in [*STATE, "all on a disk"] if number % 4 > 1 else STATE:
         delays = on.delays(copy=2e-3 * (place == "beside forward"))
         with counting_chunks() as counts, delays, memory_is_overwritten():
-            offloaded.assert_same(offloaded.train(PLACES[place], **options), expected)
+            assert not differences(train(job(place, **options), on.NAME), expected)
         assert max(counts) <= 2
 
 
@@ -132,48 +128,6 @@ def test_a_slow_disk_and_a_slow_device_change_nothing() -> None:
 # Controls: training is wrong without one of these.
 
 
-def stream_is_not_awaited(patch: pytest.MonkeyPatch) -> None:
-    """The host waits for the thread, and no stream for the other."""
-    wait = DeviceLane.wait
-
-    def without(lane: DeviceLane, *tickets: Any) -> None:
-        of_threads = [each for each in tickets if isinstance(each, ThreadTicket)]
-        for each in of_threads:
-            each.finish()
-        wait(lane, *(each for each in tickets if each not in of_threads))
-
-    patch.setattr(DeviceLane, "wait", without)
-
-
-def gathers_do_not_wait(patch: pytest.MonkeyPatch) -> None:
-    gather = Weights.gather
-
-    def without(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Gathers that do not know of the step, which compute waits for all the same."""
-        pending, self.pending = self.pending, PendingStep(self.pending._compute)
-        tickets = gather(self, *args, **kwargs)
-        self.pending = pending
-        return tickets
-
-    patch.setattr(Weights, "gather", without)
-
-
-def steps_do_not_wait_for_gradients(patch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def unordered(self: Any) -> Iterator[None]:
-        """:meth:`Offloading.beside_compute` without the wait for compute."""
-        compute, self.compute = self.compute, self._step_lane
-        with self._step_lane.entered():
-            yield
-        self.compute = compute
-
-    patch.setattr(Offloading, "beside_compute", unordered)
-
-
-def replaced(owner: type, name: str, by: Callable[..., Any]) -> Callable[..., None]:
-    return lambda patch: patch.setattr(owner, name, by)
-
-
 def nothing(*args: Any) -> None:
     """Neither waits nor marks."""
 
@@ -183,49 +137,44 @@ def no_steps(*args: Any) -> Iterator[Any]:
     return iter(())
 
 
-LEFT_OUT: dict[tuple[str, str], Callable[[pytest.MonkeyPatch], None]] = {
-    ("state on the host", "wait"): replaced(_Chunk, "await_brought", nothing),
-    ("state on the host", "take"): replaced(HostHome, "take", no_steps),
-    ("stepped on the host", "wait"): replaced(Offloading, "wait", nothing),
-    ("beside forward", "wait of gathers"): gathers_do_not_wait,
-    ("beside forward", "wait for gradients"): steps_do_not_wait_for_gradients,
-    # Gradients are freed at once.
-    ("beside forward", "memory of gradients"): replaced(
-        StepBesideForward, "free", lambda self, label, storage: storage.drain()
-    ),
+def free_at_once(beside: Any, label: str, storage: Any) -> None:
+    storage.drain()
+
+
+LEFT_OUT: dict[tuple[str, str], tuple[type, str, Callable[..., Any]]] = {
+    ("state on the host", "wait"): (_Chunk, "await_brought", nothing),
+    ("state on the host", "take"): (HostHome, "take", no_steps),
+    ("stepped on the host", "wait"): (Offloading, "wait", nothing),
+    ("beside forward", "memory of gradients"): (StepBesideForward, "free", free_at_once),
     # A piece is read, or written again, before the device has copied it.
-    ("all on a disk", "mark of a piece"): replaced(Staging, "copied", nothing),
-    ("all on a disk", "wait for streams"): stream_is_not_awaited,
-    ("all on a disk", "wait for compute"): replaced(ThreadLane, "wait", nothing),
-    ("all on a disk", "bring"): replaced(StagedHome, "bring", no_steps),
+    ("all on a disk", "mark of a piece"): (Staging, "copied", nothing),
+    ("all on a disk", "wait for compute"): (ThreadLane, "wait", nothing),
+    ("all on a disk", "bring"): (StagedHome, "bring", no_steps),
 }
-
-
 # One of each place always, the others in ``make test-all``.
 FEW_LEFT_OUT = [
     ("state on the host", "take"),
     ("stepped on the host", "wait"),
-    ("beside forward", "wait of gathers"),
+    ("beside forward", "memory of gradients"),
     ("all on a disk", "bring"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("place", "left_out"),
-    [pytest.param(*key, marks=() if key in FEW_LEFT_OUT else THOROUGH) for key in LEFT_OUT],
-)
+@pytest.mark.parametrize("key", thorough_but(FEW_LEFT_OUT, LEFT_OUT), ids=", ".join)
 @on_ranks(1)
-def test_without_a_wait_or_a_copy_training_is_wrong(place: str, left_out: str) -> None:
+def test_without_a_wait_or_a_copy_training_is_wrong(key: tuple[str, str]) -> None:
     """The control of the others: they would notice."""
+    place, left_out = key
     pair = ("optim", "no_shard") if place == "state on the host" else FULL
     compute = 2e-3 if place == "beside forward" else 0.0
     copy = 5e-2 if left_out == "wait" else 2e-2
-    with ExitStack() as stack:
-        patch = stack.enter_context(pytest.MonkeyPatch.context())
-        stack.enter_context(on.delays(copy=copy, compute=compute))
-        stack.enter_context(slow_disk(2e-3))
-        if place == "beside forward":
-            stack.enter_context(memory_is_overwritten())
-        LEFT_OUT[place, left_out](patch)
+    overwritten = memory_is_overwritten if place == "beside forward" else nullcontext
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        on.delays(copy=copy, compute=compute),
+        slow_disk(2e-3),
+        overwritten(),
+    ):
+        patch.setattr(*LEFT_OUT[key])
         found = train(job(place, pair, clips=False), on.NAME)
     assert differences(found, on_cpu(job(None, pair, clips=False)))

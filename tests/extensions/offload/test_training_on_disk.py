@@ -5,111 +5,82 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.engine import engine_of
 from fsdp_engine.extensions.offload.places import ROLES
-from tests.extensions.offload.offloaded import (
-    BF16,
-    COMBINATIONS,
-    LEVELS,
-    POLICIES,
-    STATE,
-    Change,
-    all_roles,
-    assert_same,
-    compare,
-    on_disk,
-    train,
-    values,
-    weights,
-)
-from tests.models import Small, vector_batch
+from tests import models
+from tests.checkpoint.scene import shared_folder, update
+from tests.extensions.offload import offloaded
 from tests.optim.optimizers import MAKERS, Lion, counting_chunks
 from tests.pairs import FEW_PAIRS
-from tests.pool import Ranks
+from tests.pool import Ranks, on_ranks
+from tests.reference import full
+from tests.scenario import Run
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", offloaded.LEVELS)
 @pytest.mark.parametrize("name", MAKERS)
 def test_every_optimizer_steps_as_in_memory_in_two_chunks(
     name: str, level: str, micro: int, tmp_path: Path
 ) -> None:
-    given: Any = {"pair": (level, "no_shard"), "name": name, "micro": micro}
-    expected = train(None, **given)
-    has_state = any(isinstance(each, tuple) and each[1] and each[2].ndim for each in expected)
-    for roles in (STATE, all_roles(level))[:micro]:
-        with counting_chunks() as counts:
-            assert_same(train(on_disk(tmp_path, roles), **given), expected)
-        # Of an optimizer without state, gradients and weights are brought all the same.
-        most = 2 if has_state else 0
-        assert max(counts) in {most, most if roles is STATE else 2}
+    given = offloaded.scenario((level, "no_shard"), name).but(microbatches=micro)
+    has_state = any(value.ndim for value in given.sharded().state().values())
+    roles = (offloaded.STATE, offloaded.all_roles(level))[micro - 1]
+    with counting_chunks() as counts:
+        offloaded.compare(tmp_path, [roles], given)
+    most = 2 if has_state else 0
+    # Of an optimizer without state, gradients and weights are brought all the same.
+    assert max(counts) in {most, most if roles is offloaded.STATE else 2}
 
 
-@pytest.mark.parametrize("roles", COMBINATIONS, ids="+".join)
-@pytest.mark.parametrize("level", LEVELS[2:])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("roles", offloaded.COMBINATIONS, ids="+".join)
+@pytest.mark.parametrize("level", offloaded.LEVELS[2:])
+@pytest.mark.parametrize("policy", offloaded.POLICIES)
 def test_all_combinations_of_places_and_dtypes_train_as_in_memory(
     policy: str, level: str, roles: tuple[str, ...], tmp_path: Path
 ) -> None:
-    compare(tmp_path, [roles], (level, "no_shard"), mp_policy=POLICIES[policy])
+    offloaded.compare(
+        tmp_path,
+        [roles],
+        offloaded.scenario((level, "no_shard"), mp_policy=offloaded.POLICIES[policy]),
+    )
 
 
-class Odd(nn.Module):
-    """Frozen, tied, tiny, unused and sometimes used layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.one, self.tied = (nn.Linear(3, 3) for _ in range(3))
-        self.frozen.requires_grad_(False)
-        self.tied.weight = self.one.weight
-        self.tiny, self.unused = nn.Linear(1, 1), nn.Linear(2, 2)
-        self.sometimes = nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, number: int) -> Tensor:
-        y = self.tied(self.one(self.frozen(x)))
-        if number % 2:
-            y = self.sometimes(y)
-        return (y.sum(-1, keepdim=True) + self.tiny(x[..., :1])).square().mean()
+def skip_by_turns(model: Any, number: int) -> None:
+    if isinstance(model, models.Skipping):
+        model.skip = number % 2 == 0
 
 
-def train_odd(offload: fe.Offload | None, pair: tuple[str, str]) -> list[Any]:
-    """Units without gradients or elements."""
-    torch.manual_seed(0)
-    model = Odd()
-    options = {"units": [nn.Linear], "min_unit_size": 0}
-    engine = fe.shard(model, (2, 2), *pair, offload=offload, **options)
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
-    for number in range(4):
-        torch.manual_seed(number + dist.get_rank())
-        model(torch.randn(2, 3), number).backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=number % 3 == 0)
-    return [*values(optimizer), *weights(engine)]
-
-
-def compare_pair(folder: str, pair: tuple[str, str]) -> None:
-    for name, policy in (("Lion", None), ("AdamW-fused", BF16)):
-        roles = [STATE, all_roles(pair[0])] if policy is None else [all_roles(pair[0])]
-        compare(folder, roles, pair, name=name, mp_policy=policy)
-    assert_same(train_odd(on_disk(folder), pair), train_odd(None, pair))
+# Frozen, tied, empty, scalar, unused and sometimes used parameters.
+MODELS = (models.lora_model, models.shared_model, models.unused_model, models.Skipping)
 
 
 @pytest.mark.parametrize("pair", FEW_PAIRS, ids="-".join)
-def test_so_they_do_on_two_axes(ranks: Ranks, pair: tuple[str, str], tmp_path: Path) -> None:
-    ranks.run(compare_pair, str(tmp_path), pair, world_size=4)
+@on_ranks(4)
+def test_so_they_do_on_two_axes(pair: tuple[str, str]) -> None:
+    folder, roles = shared_folder(), offloaded.all_roles(pair[0])
+    offloaded.compare(folder, [offloaded.STATE, roles], offloaded.scenario(pair, "Lion"))
+    given = offloaded.scenario(pair, mp_policy=offloaded.BF16)
+    offloaded.compare(folder, [roles], given)
+    given = given.but(steps=2, before_step=skip_by_turns)
+    for make in MODELS:
+        offloaded.compare(folder, [roles], given.but(model=make))
+    odd = partial(models.vector_batch, width=7)
+    offloaded.compare(folder, [roles], given.but(model=models.odd_model, batch=odd))
 
 
 # What users do between steps.
 
-PARTS = [STATE, ROLES[1:2], ROLES[2:], ROLES]
+PARTS = [offloaded.STATE, ROLES[1:2], ROLES[2:], ROLES]
 
 
 def edit_weights(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
@@ -125,7 +96,7 @@ def edit_weights(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> 
 
 def keep_gradients(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
     """A backward without a step, whose gradients the next ones are added to."""
-    model(*vector_batch(4, number)).backward()
+    model(*models.vector_batch(4, number)).backward()
     for param in model.parameters():
         if number == 1:
             param.grad.mul_(3.0)
@@ -143,12 +114,12 @@ def set_gradients_alone(model: Any, engine: fe.Engine, optimizer: Any, number: i
 
 
 def reset_evaluate_and_clip(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
-    model(*vector_batch(4, number)).backward()
+    model(*models.vector_batch(4, number)).backward()
     engine.reset()
     with torch.no_grad():
-        model(*vector_batch(4, number))
+        model(*models.vector_batch(4, number))
     with engine.together():
-        model(*vector_batch(4, number)).backward()
+        model(*models.vector_batch(4, number)).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     optimizer.zero_grad()
@@ -176,7 +147,7 @@ def step_with_a_closure(model: Any, engine: fe.Engine, optimizer: Any, number: i
     def closure() -> Tensor:
         calls.append(number)
         optimizer.zero_grad()
-        loss: Tensor = model(*vector_batch(4, 50 + 10 * number + len(calls)))
+        loss: Tensor = model(*models.vector_batch(4, 50 + 10 * number + len(calls)))
         loss.backward()
         return loss
 
@@ -185,30 +156,33 @@ def step_with_a_closure(model: Any, engine: fe.Engine, optimizer: Any, number: i
     optimizer.zero_grad()
 
 
-CHANGES: list[Change] = [
+CHANGES: list[Callable[[Any, fe.Engine, Any, int], None]] = [
     *(edit_weights, keep_gradients, set_gradients_alone),
     *(reset_evaluate_and_clip, edit_groups, step_with_a_closure),
 ]
 
 
-def compare_change(folder: str, change: Change, policy: Any, roles: list[Any]) -> None:
-    compare(folder, roles, change=change, mp_policy=policy)
+def compare_change(folder: str, change: Any, policy: Any, roles: list[Any]) -> None:
+    optimizers = []
+
+    def wrap(optimizer: Any) -> None:
+        optimizers.append(fe.shard_optimizer(optimizer))
+
+    def before_step(model: Any, number: int) -> None:
+        change(model, engine_of(model), optimizers[-1], number)
+
+    given = offloaded.scenario(mp_policy=policy).but(wrap=wrap, before_step=before_step, steps=4)
+    offloaded.compare(folder, roles, given)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("policy", [None, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("policy", [None, offloaded.BF16], ids=["fp32", "bf16"])
 def test_what_users_do_between_steps_counts(
-    ranks: Ranks, change: Change, policy: fe.MixedPrecisionPolicy | None, tmp_path: Path
+    ranks: Ranks, change: Any, policy: fe.MixedPrecisionPolicy | None, tmp_path: Path
 ) -> None:
-    ranks.run(
-        compare_change,
-        str(tmp_path),
-        change,
-        policy,
-        [STATE, ROLES, ROLES[1:2], ROLES[2:]],
-        world_size=1,
-    )
-    ranks.run(compare_change, str(tmp_path), change, policy, [ROLES], world_size=2)
+    arguments = (compare_change, str(tmp_path), change, policy)
+    ranks.run(*arguments, PARTS, world_size=1)
+    ranks.run(*arguments, [ROLES], world_size=2)
 
 
 # Models and optimizers of other kinds: what a program with an offload, at a level, finds.
@@ -220,22 +194,24 @@ def shard(model: nn.Module, offload: fe.Offload | None, level: str) -> fe.Engine
     return fe.shard(model, strategy=level, offload=offload, min_unit_size=0)
 
 
-def train_with(
-    engine: fe.Engine, *optimizers: Any, numbers: tuple[int, ...] = (0, 1, 2)
-) -> list[Any]:
-    """Weights and state after steps of all optimizers."""
-    for number in numbers:
-        engine.model(*vector_batch(4, number)).backward()
+def result(engine: fe.Engine, *optimizers: Any) -> list[Any]:
+    """Weights, and the state of each optimizer."""
+    states = [Run([], engine.model, engine, each).state() for each in optimizers]
+    return [dict(engine.full_state_dict()), *states]
+
+
+def train_with(engine: fe.Engine, *optimizers: Any, num_steps: int = 3) -> list[Any]:
+    for number in range(num_steps):
+        engine.model(*models.vector_batch(4, number)).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    state = [each for optimizer in optimizers for each in values(optimizer)]
-    return [*weights(engine), *state]
+    return result(engine, *optimizers)
 
 
 def hooks_after_a_step(offload: fe.Offload | None, level: str) -> list[Any]:
     """They see what it stored."""
-    model = Small(2)
+    model = models.Small(2)
     engine = shard(model, offload, level)
     optimizer: Any = Lion(model.parameters())
     seen: list[Any] = []
@@ -295,40 +271,37 @@ def scalars_other_tensors_and_none(offload: fe.Offload | None, level: str) -> li
         optimizer = fe.shard_optimizer(Remembering(groups), elementwise=True)
         assert optimizer.state["count"] == 0
         for _ in range(3):
-            (model(torch.ones(2, 3)).sum() * other.sum()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            update(model(torch.ones(2, 3)).sum() * other.sum(), optimizer)
         packed = optimizer.state_dict()
         assert packed["state"].pop("all") == {"first": 0.1}
         assert packed["state"].pop("count") == 3
         state = [packed["state"][index]["average"] for index in sorted(packed["state"])]
-        local = [("", "state", getattr(each, "local", each).clone()) for each in state]
-        found += [*local, *weights(engine), ("", "other", other.detach())]
+        found += [*map(full, state), dict(engine.full_state_dict()), other.detach()]
     return found
 
 
 def a_loss_scaler_that_skips_a_step(offload: fe.Offload | None, level: str) -> list[Any]:
     found: list[Any] = []
     for fused in (True, False):
-        model: Any = Small(2)
-        shard(model, offload, level)
+        model: Any = models.Small(2)
+        engine = shard(model, offload, level)
         optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=fused))
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for number in range(3):
-            loss = scaler.scale(model(*vector_batch(4, number)))
+            loss = scaler.scale(model(*models.vector_batch(4, number)))
             (loss * (float("inf") if number == 1 else 1.0)).backward()
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=False)
         assert scaler.get_scale() == 4.0
-        found += values(optimizer)
+        found += result(engine, optimizer)
     return found
 
 
 def frozen_units_and_two_optimizers_that_share_units(
     offload: fe.Offload | None, level: str
 ) -> list[Any]:
-    model = Small(2)
+    model = models.Small(2)
     model.blocks[0].requires_grad_(False)
     engine = shard(model, offload, level)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -337,7 +310,7 @@ def frozen_units_and_two_optimizers_that_share_units(
 
 
 def a_model_that_is_converted_first(offload: fe.Offload | None, level: str) -> list[Any]:
-    model = Small(2)
+    model = models.Small(2)
     block: Any = model.blocks[0]
     block.register_forward_hook(lambda *args: args[2].float())
     block.register_forward_pre_hook(lambda _, args: args[0].to(block.up.weight.dtype))
@@ -347,22 +320,22 @@ def a_model_that_is_converted_first(offload: fe.Offload | None, level: str) -> l
 
 
 def parameters_of_a_unit_that_are_added(offload: fe.Offload | None, level: str) -> list[Any]:
-    model = Small(2)
+    model = models.Small(2)
     engine = shard(model, offload, level)
     params = list(model.parameters())
     optimizer = fe.shard_optimizer(torch.optim.AdamW(params[:4], lr=1e-2))
-    train_with(engine, optimizer, numbers=(9,))
+    train_with(engine, optimizer, num_steps=1)
     optimizer.add_param_group({"params": params[6:]})
     return train_with(engine, optimizer)
 
 
 ALL_LEVELS: dict[Program, tuple[str, ...]] = {
-    hooks_after_a_step: LEVELS[1:2],
-    scalars_other_tensors_and_none: LEVELS,
-    a_loss_scaler_that_skips_a_step: LEVELS[3:],
-    frozen_units_and_two_optimizers_that_share_units: LEVELS[3:],
-    a_model_that_is_converted_first: LEVELS[3:],
-    parameters_of_a_unit_that_are_added: LEVELS[2:],
+    hooks_after_a_step: offloaded.LEVELS[1:2],
+    scalars_other_tensors_and_none: offloaded.LEVELS,
+    a_loss_scaler_that_skips_a_step: offloaded.LEVELS[3:],
+    frozen_units_and_two_optimizers_that_share_units: offloaded.LEVELS[3:],
+    a_model_that_is_converted_first: offloaded.LEVELS[3:],
+    parameters_of_a_unit_that_are_added: offloaded.LEVELS[2:],
 }
 
 
@@ -372,6 +345,7 @@ def test_a_program_finds_what_it_finds_in_memory(program: Program, tmp_path: Pat
         torch.manual_seed(0)
         expected = program(None, level)
         for roles in PARTS:
-            if set(roles) <= set(all_roles(level)):
+            if set(roles) <= set(offloaded.all_roles(level)):
                 torch.manual_seed(0)
-                assert_same(program(on_disk(tmp_path, roles), level), expected)
+                found = program(offloaded.on_disk(tmp_path, roles), level)
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -18,24 +18,13 @@ from torch.nn import functional as F
 
 import fsdp_engine as fe
 from tests import reference
+from tests.checkpoint.scene import update
+from tests.models import LstmLanguage
 from tests.promises.everywhere import Place, everywhere
 
 
-class Model(nn.Module):
-    """An embedding, blocks and a head of the same shape as the embedding; an LSTM in the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-        self.head = nn.Linear(4, 7, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(self.lstm(x)[0])
+class Model(LstmLanguage):
+    """With methods beside forward."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self(tokens)
@@ -50,9 +39,7 @@ def assert_as_alone(model: nn.Module, engine: fe.Engine, alone: nn.Module) -> No
     for each in (model, alone):
         loss = each(tokens).square().mean()
         optimizer = torch.optim.SGD(each.parameters(), lr=0.5)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
     reference.assert_same_weights(model, alone)
     state = engine.full_state_dict()
     assert list(state) == list(alone.state_dict())

@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from tests import reference
 from tests.megatron.configs import LEVEL_NAMES, config_of, train_wrapped
 from tests.messages import Messages
-from tests.models import DIM, LateModel, late_modules, vector_batch
+from tests.models import DIM, LateModel, Small, late_modules, vector_batch
 from tests.pool import on_ranks
 from tests.training import mesh_of
 
@@ -132,26 +131,11 @@ def test_a_module_that_autograd_did_not_reach_is_not_waited_for() -> None:
     }
 
 
-NUM_MICROBATCHES = 4
-
-
-class Recomputed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        for layer in self.layers:
-            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, use_reentrant=True)
-        return x.square().mean()
-
-
-def train_step(model: nn.Module, parts: list[Tensor], ddp: fe.DistributedDataParallel) -> None:
+def train_step(ddp: fe.DistributedDataParallel, batches: list[reference.Batch]) -> None:
     """1F1B with one forward ahead: F0 F1 B0 F2 B1 F3 B2 B3."""
-    loss = model(parts[0])
-    for part in parts[1:]:
-        ahead = model(part)
+    loss = ddp(*batches[0])
+    for batch in batches[1:]:
+        ahead = ddp(*batch)
         with ddp.no_sync():
             loss.backward()
         loss = ahead
@@ -162,22 +146,18 @@ def train_step(model: nn.Module, parts: list[Tensor], ddp: fe.DistributedDataPar
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @on_ranks(2)
 def test_gradients_of_recomputed_forwards_come_in_time(level: str, evaluates: bool) -> None:
-    torch.manual_seed(0)
-    model = Recomputed()
+    model = Small(6, checkpoints=True)
     alone = copy.deepcopy(model)
-    ddp = fe.DistributedDataParallel(
-        model, config_of(level, overlap=True, bucket_size=3 * DIM * DIM), units=()
-    )
-    for step in range(3):
-        dice = torch.Generator().manual_seed(step)
-        shape = (dist.get_world_size(), NUM_MICROBATCHES, 2, DIM)
-        data = torch.randn(shape, generator=dice)
+    config = config_of(level, overlap=True, bucket_size=3 * DIM * DIM)
+    ddp = fe.DistributedDataParallel(model, config, units=())
+    for step, microbatches in enumerate(reference.make_data(vector_batch, 3, 4, 2)):
         if evaluates and step == 1:
             with torch.no_grad():
-                ddp(data[0, 0].clone())
+                ddp(*microbatches[0][0])
         ddp.zero_grad_buffer()
         alone.zero_grad()
-        train_step(ddp, [each.clone() for each in data[dist.get_rank()]], ddp)
+        train_step(ddp, [batches[dist.get_rank()] for batches in microbatches])
         ddp.finish_grad_sync()
-        (sum(alone(each.clone()) for each in data.flatten(0, 1)) / len(data)).backward()
+        for batch in itertools.chain(*microbatches):
+            (alone(*batch) / 2).backward()
         torch.testing.assert_close(*map(reference.full_gradients, (model, alone)))

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from gpt import GPT, GPTConfig
+from tests.processes import ROOT, printed, torchrun
 from train_pipeline import Stage
 
-ROOT = Path(__file__).parents[3]
 SIZES = ("--layers", "4", "--width", "32", "--sequence-length", "32", "--steps", "4")
-FOUR_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+PROGRAM = (str(ROOT / "examples/train_pipeline.py"), *SIZES)
 
 
 def test_stages_one_after_the_other_are_the_model_with_its_names() -> None:
@@ -31,24 +28,17 @@ def test_stages_one_after_the_other_are_the_model_with_its_names() -> None:
     assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
 
 
-def losses(folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> list[float]:
-    command = [sys.executable, *launcher, str(ROOT / "examples/train_pipeline.py"), *SIZES]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*command, *arguments, "--data", str(ROOT / "docs"), "--out", str(folder)],
-        check=True,
-        env=environment,
-        timeout=200,
-    )
+def losses(folder: Path, *arguments: str) -> list[float]:
+    printed(*arguments, "--data", str(ROOT / "docs"), "--out", str(folder))
     with (folder / "losses.csv").open() as file:
         return [float(row["loss"]) for row in csv.DictReader(file)]
 
 
 @pytest.mark.thorough
 def test_pipelines_have_the_losses_of_one_process(tmp_path: Path) -> None:
-    alone = losses(tmp_path / "alone")
+    alone = losses(tmp_path / "alone", *PROGRAM)
     assert len(alone) == 4
     for schedule, level in (("1F1B", "optim"), ("InterleavedZeroBubble", "optim_grads_params")):
         options = ("--pipeline", "2", "--schedule", schedule, "--strategy", level)
-        found = losses(tmp_path / schedule, *options, launcher=FOUR_RANKS)
+        found = losses(tmp_path / schedule, *torchrun(4), *PROGRAM, *options)
         assert found == pytest.approx(alone, rel=2e-5), schedule

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -15,14 +14,11 @@ import torch.distributed as dist
 
 import fsdp_engine as fe
 from fsdp_engine.comm import host_lane, lanes
-from fsdp_engine.comm.copy_lanes import names_of_copies
 from fsdp_engine.comm.lanes import LANES, name_of_wait
-from fsdp_engine.extensions.offload.disk_memory import DiskBlock
 from tests.models import Small, vector_batch
 from tests.pool import on_few_ranks, on_ranks
 from tests.reference import rank_and_size
 
-STATE_LANES = names_of_copies("state")
 LATE_SECONDS = 0.3
 
 
@@ -190,39 +186,6 @@ def test_only_what_waits_for_messages_counts_at_the_lowest_level() -> None:
         engine.model(*vector_batch(2, 0))
     assert (measured.num_steps, measured.waited) == (0, ())
     assert "0 steps" in str(measured)
-
-
-@on_ranks(2)
-def test_waits_for_a_slow_disk_are_those_of_the_state_lanes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        offload = fe.Offload(optimizer_state="disk", folder=folder)
-        _, engine, step = sharded("optim_grads_params", offload=offload)
-        step()
-        units = {unit.label for unit in engine.units if unit.buffers}
-        held = engine.memory_bytes("disk")["optimizer"]
-        numel = sum(param.to_local().numel() for param in engine.model.parameters())
-        assert 8 * numel <= held < 8 * numel + 1024 * len(units)
-        assert f"On the disk: optimizer {held / 2**10:.1f} KiB" in str(engine.describe())
-        assert engine.memory_bytes("host") == {}
-        read = DiskBlock.read
-
-        def read_late(self: DiskBlock, target: torch.Tensor, start: int) -> None:
-            time.sleep(LATE_SECONDS / 4)
-            read(self, target, start)
-
-        with pytest.MonkeyPatch.context() as patch, engine.measure() as measured:
-            patch.setattr(DiskBlock, "read", read_late)
-            step()
-        by_unit = measured.by_unit()
-        for lane in STATE_LANES:
-            assert {unit for unit, lanes in by_unit.items() if lane in lanes} == units
-        assert sum(each["state in"] for each in by_unit.values()) > 0
-        assert {each.lane for each in measured.waited} <= {*LANES[1:], *STATE_LANES}
-        assert {e.phase for e in measured.waited if e.lane in STATE_LANES} == {"step"}
-        text = str(engine.describe())
-        assert "for communication and copies of state" in text
-        assert "state in" in text
-        assert not any(lane.meters for lane in (*engine.lanes.all, *engine.parts[0].lanes))
 
 
 @on_ranks(1)

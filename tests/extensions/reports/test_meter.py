@@ -175,14 +175,6 @@ def gather_and_wait(device: Device, lanes: Lanes, sent: float, computed: float) 
     lanes.compute.wait(ticket)
 
 
-def test_on_cuda_events_around_a_wait_tell_how_long_it_was(device: Device) -> None:
-    lanes = make_lanes(torch.device("cuda"))
-    meter = metered(lanes)
-    gather_and_wait(device, lanes, sent=5.0, computed=2.0)
-    gather_and_wait(device, lanes, sent=1.0, computed=2.0)
-    assert found(meter) == {("inner gather", LABEL, "forward"): (2, 3.0)}
-
-
 def test_on_cuda_a_wait_is_due_to_the_longest_of_what_came_one_after_the_other(
     device: Device,
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -157,10 +156,10 @@ def _train(model: nn.Module) -> list[float]:
     return losses
 
 
-def _losses(kind: str, way: str, level: str, axes: int) -> list[float]:
+def _losses(kind: str, way: str, level: str) -> list[float]:
     """Of a model that is sharded in some way; after "meta" parameters get the values of
     ``_model(kind)`` later."""
-    on_meta = way.startswith("meta")
+    on_meta, axes = way.startswith("meta"), num_axes(way)
     with torch.device("meta" if on_meta else "cpu"):
         model = _model(kind)
     if way == "meta rank0" and dist.get_rank() == 0:
@@ -170,7 +169,7 @@ def _losses(kind: str, way: str, level: str, axes: int) -> list[float]:
         options: dict[str, Any] = {
             "mesh": init_device_mesh("cpu", (2,) * axes, mesh_dim_names=names)
         }
-        calls: Any = fully_shard if way == "torch's fully_shard" else fsdp2.fully_shard
+        calls: Any = fully_shard if way.startswith("torch's") else fsdp2.fully_shard
         if calls is fsdp2.fully_shard and axes == 1:
             options["strategy"] = level
         for block in model.children():
@@ -190,37 +189,30 @@ def _losses(kind: str, way: str, level: str, axes: int) -> list[float]:
     return _train(model)
 
 
+def num_axes(way: str) -> int:
+    return 2 if way.endswith("on two axes") else 1
+
+
 @functools.cache
-def expected_losses(ranks: Ranks, kind: str, axes: int = 1) -> list[list[float]]:
-    arguments = kind, "torch's fully_shard", "", axes
-    found: list[list[float]] = ranks.run(_losses, *arguments, world_size=2**axes)
+def expected_losses(ranks: Ranks, kind: str, way: str) -> list[list[float]]:
+    found: list[list[float]] = ranks.run(_losses, kind, way, "", world_size=2 ** num_axes(way))
     return found
 
 
+FULLY_SHARD = ("fully_shard", "fully_shard on two axes")
 FROM_META = ("meta fully_shard", "meta fully_shard assigned", "meta shard", "meta rank0")
-FIRST = [
-    ("meta fully_shard", LEVELS[3]),
-    ("meta fully_shard", LEVELS[0]),
-    ("meta shard", LEVELS[1]),
-]
-WAYS = [
-    ("fully_shard", LEVELS[3], 1),
-    ("fully_shard", LEVELS[3], 2),
-    *(("shard", level, 1) for level in LEVELS),
-    *(
-        pytest.param(*each, 1, marks=() if each in FIRST else pytest.mark.thorough)
-        for each in itertools.product(FROM_META, LEVELS)
-    ),
-]
 
 
-@pytest.mark.parametrize(("way", "level", "axes"), WAYS)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("way", ["shard", *FULLY_SHARD, *FROM_META])
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_train_as_with_fsdp2_also_with_values_set_after_sharding_on_meta(
-    ranks: Ranks, kind: str, way: str, level: str, axes: int
+    ranks: Ranks, kind: str, way: str, level: str
 ) -> None:
-    found = ranks.run(_losses, kind, way, level, axes, world_size=2**axes)
-    torch.testing.assert_close(found, expected_losses(ranks, kind, axes), rtol=1e-4, atol=1e-6)
+    found = ranks.run(_losses, kind, way, level, world_size=2 ** num_axes(way))
+    torchs = FULLY_SHARD[num_axes(way) - 1]
+    expected = expected_losses(ranks, kind, f"torch's {torchs}")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,26 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from tests.models import LstmLanguage
 from tests.pool import on_ranks
 from tests.promises.everywhere import LEVELS, Place, everywhere
 from tests.reference import full_weights
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.lstm = nn.LSTM(4, 4, batch_first=True)
-        self.head = nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x)
-        out: Tensor = self.head(self.lstm(x)[0])
-        return out
 
 
 def values(*shape: int) -> Tensor:
@@ -42,38 +26,38 @@ def value(*shape: int) -> nn.Parameter:
     return nn.Parameter(values(*shape))
 
 
-def assign_data(model: Model) -> None:
+def assign_data(model: LstmLanguage) -> None:
     model.blocks[0].weight.data = values(4, 4)
     model.embedding.weight.data = values(7, 4)
     model.lstm.weight_hh_l0.data = values(16, 4)
 
 
 @torch.no_grad()
-def set_memory(model: Model) -> None:
+def set_memory(model: LstmLanguage) -> None:
     model.blocks[0].weight.set_(values(4, 4).t())
 
 
-def put_past_hooks(model: Model) -> None:
+def put_past_hooks(model: LstmLanguage) -> None:
     model.blocks[0]._parameters["weight"] = value(4, 4)
     model.embedding._parameters["weight"] = value(7, 4)
     model.head._parameters["weight"] = model.embedding.weight
 
 
 @torch.no_grad()
-def assign_and_write(model: Model) -> None:
+def assign_and_write(model: LstmLanguage) -> None:
     del model.blocks[1].weight
     model.blocks[0].weight, model.blocks[1].weight = new = value(4, 4), value(4, 4)
     new[0].mul_(2)
 
 
-def swap(model: Model) -> None:
+def swap(model: LstmLanguage) -> None:
     torch.utils.swap_tensors(model.blocks[0].weight, value(4, 4))
 
 
-def apply(how: str) -> Callable[[Model], None]:
+def apply(how: str) -> Callable[[LstmLanguage], None]:
     """Every parameter is doubled by ``_apply``, while a flag of torch's is set."""
 
-    def edit(model: Model) -> None:
+    def edit(model: LstmLanguage) -> None:
         choose = getattr(torch.__future__, f"set_{how}_module_params_on_conversion")
         choose(True)
         try:
@@ -84,17 +68,17 @@ def apply(how: str) -> Callable[[Model], None]:
     return edit
 
 
-def write_through_data(model: Model) -> None:
+def write_through_data(model: LstmLanguage) -> None:
     for param in model.parameters():
         param.data.chunk(2)[0].add_(1)
 
 
-def freeze(model: Model) -> None:
+def freeze(model: LstmLanguage) -> None:
     model.blocks[0].requires_grad_(False)
     model.head.weight.requires_grad_(False)
 
 
-EDITS: tuple[Callable[[Model], object], ...] = (
+EDITS: tuple[Callable[[LstmLanguage], object], ...] = (
     assign_data,
     lambda m: setattr(m.blocks[0].weight, "data", values(4, 4).bfloat16()),
     lambda m: setattr(m.blocks[0].weight, "data", m.blocks[0].weight.data.t()),
@@ -117,12 +101,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @everywhere
-def test_edits_of_any_kind_are_written_back(place: Place) -> None:
-    for edit in EDITS:
+def test_edits_of_any_kind_are_written_back_also_to_fp32_main_weights(place: Place) -> None:
+    for edit, dtype in ((edit, dtype) for edit in EDITS for dtype in (None, torch.bfloat16)):
         torch.manual_seed(0)
-        model = Model()
+        model = LstmLanguage(tied=True)
         alone = copy.deepcopy(model)
-        engine = place.shard(model)
+        engine = place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype))
         model(TOKENS).sum().backward()
         params = dict(model.named_parameters())
         with engine.unsharded():
@@ -136,42 +120,28 @@ def test_edits_of_any_kind_are_written_back(place: Place) -> None:
         for name, param in model.named_parameters():
             assert param is params[name], (edit, name)
             assert param.requires_grad is alone.get_parameter(name).requires_grad, (edit, name)
-        torch.testing.assert_close(model(TOKENS), alone.float()(TOKENS))
+        torch.testing.assert_close(model(TOKENS), alone.to(dtype or torch.float32)(TOKENS))
 
 
-@everywhere
-def test_edits_are_written_to_fp32_main_weights(place: Place) -> None:
-    for edit in (assign_data, put_past_hooks, swap):
-        torch.manual_seed(0)
-        model = Model()
-        alone = copy.deepcopy(model)
-        engine = place.shard(model, mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-        with engine.unsharded():
-            edit(model)
-        edit(alone)
-        assert_same(full_weights(model), full_weights(alone))
-        assert torch.equal(model(TOKENS), alone.bfloat16()(TOKENS))
-
-
-def tie_new_memory(model: Model) -> None:
+def tie_new_memory(model: LstmLanguage) -> None:
     model.blocks[0].weight.data = model.blocks[1].weight.data = torch.ones(4, 4)
 
 
-def differ_by_rank(model: Model) -> None:
+def differ_by_rank(model: LstmLanguage) -> None:
     torch.manual_seed(dist.get_rank())
     nn.init.normal_(model.blocks[0].weight)
 
 
-def on_rank_0(edit: Callable[[Model], object]) -> Callable[[Model], object]:
+def on_rank_0(edit: Callable[[LstmLanguage], object]) -> Callable[[LstmLanguage], object]:
     return lambda model: edit(model) if dist.get_rank() == 0 else None
 
 
-def put(model: Model, name: str, value: Any) -> None:
+def put(model: LstmLanguage, name: str, value: Any) -> None:
     module, _, key = name.rpartition(".")
     model.get_submodule(module)._parameters[key] = value
 
 
-REFUSED: dict[Callable[[Model], object], str] = {
+REFUSED: dict[Callable[[LstmLanguage], object], str] = {
     lambda m: delattr(m.blocks[0], "weight"): "blocks.0.weight: .* found none",
     on_rank_0(lambda m: delattr(m.blocks[0], "weight")): "blocks.0.weight: .*found none",
     lambda m: setattr(m.blocks[1], "weight", m.blocks[0].weight): "blocks.1.weight: .*another",
@@ -209,7 +179,7 @@ def test_edits_that_cannot_be_written_back_raise_on_all_ranks(
     policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
     for edit, message in REFUSED.items():
         torch.manual_seed(0)
-        model = Model()
+        model = LstmLanguage(tied=True)
         engine = fe.shard(model, strategy=level, mp_policy=policy)
         before = full_weights(model)
         with pytest.raises((ValueError, RuntimeError), match=message), engine.unsharded():

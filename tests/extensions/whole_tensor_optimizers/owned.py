@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,6 +18,8 @@ from fsdp_engine.extensions.whole_tensor_optimizers.owned_step import OwnedStep
 from fsdp_engine.optim.shadow import step_hook_of
 from fsdp_engine.optim.state_leaves import leaves_of
 from tests import reference
+from tests.async_device.scene import Job
+from tests.models import Transformer
 
 SIZES = (33, 40, 48, 7)
 LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
@@ -231,3 +235,24 @@ def tensors_of(state: Any) -> list[Tensor]:
 
 def params_of(optimizer: Any) -> list[Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+# On the asynchronous device.
+
+
+def make_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return fe.shard_optimizer(Whitening(params, has_numbers=False))
+
+
+def job(pair: tuple[str, str], **options: Any) -> Job:
+    given = {"make_optimizer": make_optimizer, "num_micro": 1, **options}
+    return Job(functools.partial(Transformer, 1), pair=pair, **given)
+
+
+@contextmanager
+def small_chunks() -> Iterator[pytest.MonkeyPatch]:
+    """Within it chunks have a parameter of each rank."""
+    module = "fsdp_engine.extensions.whole_tensor_optimizers.owned_step"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(f"{module}._CHUNK_ELEMENTS", 1)
+        yield patch

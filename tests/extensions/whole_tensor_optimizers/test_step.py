@@ -20,77 +20,61 @@ from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import ChunkM
 from fsdp_engine.optim.shadow import step_hook_of
 from fsdp_engine.optim.state_leaves import leaves_of
 from tests import reference
-from tests.extensions.whole_tensor_optimizers.owned import (
-    CUT,
-    LEVELS,
-    MAKERS,
-    RESETS,
-    SIZES,
-    Side,
-    Whitening,
-    WhitensOrAverages,
-    assert_alike,
-    assert_close,
-    is_mine,
-    matrices,
-    params_of,
-    plain,
-    plain_model,
-    sharded,
-    tensors_of,
-    trained,
-    values,
-)
+from tests.extensions.whole_tensor_optimizers import owned
 from tests.pairs import EVERY_PAIR
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
-whitening = MAKERS["Whitening"]
+whitening = owned.MAKERS["Whitening"]
 
 
-def check_training(name: str, level: str = CUT, outer: str = "no_shard", mesh: Any = None) -> Side:
-    side = sharded(MAKERS[name], level, outer=outer, mesh=mesh)
-    before = values(side.model)
+def check_training(
+    name: str, level: str = owned.CUT, outer: str = "no_shard", mesh: Any = None
+) -> owned.Side:
+    side = owned.sharded(owned.MAKERS[name], level, outer=outer, mesh=mesh)
+    before = owned.values(side.model)
     side.train(*range(4))
-    expected = trained(name)
-    assert_close(values(side.model), expected, name)
+    expected = owned.trained(name)
+    owned.assert_close(owned.values(side.model), expected, name)
     assert not torch.equal(before[0], expected[0])
     for group in side.optimizer.param_groups:
         assert group.get("num_steps", 4) == 4
     return side
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", owned.MAKERS)
 @on_few_ranks
 def test_training_equals_one_process(name: str) -> None:
-    for level in ("no_shard", CUT):
+    for level in ("no_shard", owned.CUT):
         check_training(name, level)
 
 
 @pytest.mark.parametrize(("inner", "outer"), EVERY_PAIR)
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", owned.MAKERS)
 @on_ranks(4)
 def test_replicas_share_the_work_and_one_rank_steps_each_parameter(
     name: str, inner: str, outer: str
 ) -> None:
     side = check_training(name, inner, outer, (2, 2))
     if name in ("Muon", "Whitening"):
-        owned = [bool(side.optimizer.state[p]) for p in params_of(side.optimizer)]
+        held = [bool(side.optimizer.state[p]) for p in owned.params_of(side.optimizer)]
         everywhere: list[Any] = [None] * 4
-        dist.all_gather_object(everywhere, owned)
-        assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(owned)
-        assert any(owned) or name == "Muon", "a rank owns nothing"  # three matrices for four ranks
+        dist.all_gather_object(everywhere, held)
+        assert [sum(each) for each in zip(*everywhere, strict=True)] == [1] * len(held)
+        assert any(held) or name == "Muon", "a rank owns nothing"  # three matrices for four ranks
 
 
 @on_ranks(2)
 def test_descriptions_have_shares_and_measured_memory_has_state() -> None:
-    side = sharded(whitening).train(0)
+    side = owned.sharded(whitening).train(0)
     model, optimizer, engine = side
     text = str(engine.describe())
     assert "Whitening: 0 parameters are stepped on slices, 5 whole, each on one rank" in text
     shapes = [(p.shape[0], p.numel() // p.shape[0]) for p in model.parameters()]
     work = [float(rows * columns * min(rows, columns)) for rows, columns in shapes]
-    owned = sum(w for w, p in zip(work, model.parameters(), strict=True) if is_mine(optimizer, p))
-    assert f"share of the work of 5 is {2 * owned / sum(work):.2f} of the mean of 2 ranks" in text
+    share = sum(
+        w for w, p in zip(work, model.parameters(), strict=True) if owned.is_mine(optimizer, p)
+    )
+    assert f"share of the work of 5 is {2 * share / sum(work):.2f} of the mean of 2 ranks" in text
     leaves = leaves_of(dict(optimizer.state))
     held = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     with engine.measure() as measured:
@@ -102,8 +86,8 @@ def test_descriptions_have_shares_and_measured_memory_has_state() -> None:
 
 @on_ranks(2)
 def test_errors_of_one_rank_are_raised_on_all_and_the_next_step_is_taken() -> None:
-    side = sharded(whitening).train(0)
-    before = values(side.model)
+    side = owned.sharded(whitening).train(0)
+    before = owned.values(side.model)
     side.loss(1).backward()
     first = next(side.model.parameters())
     grad = first.grad
@@ -111,7 +95,7 @@ def test_errors_of_one_rank_are_raised_on_all_and_the_next_step_is_taken() -> No
         first.grad = None
     with pytest.raises(RuntimeError, match=r"0\.weight: expected a gradient on all ranks, or on n"):
         side.optimizer.step()
-    assert all(map(torch.equal, before, values(side.model)))
+    assert all(map(torch.equal, before, owned.values(side.model)))
     first.grad = grad
     side.optimizer.fails = True
     is_owner = bool(side.optimizer.state[side.model[2].weight])
@@ -160,51 +144,51 @@ EDITS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", owned.LEVELS)
 @on_ranks(2)
 def test_param_groups_may_be_edited(level: str, edit: str) -> None:
-    def maker(model: nn.Module) -> Whitening:
+    def maker(model: nn.Module) -> owned.Whitening:
         params = list(model.parameters())
-        return Whitening([{"params": params[:3]}, {"params": params[3:], "lr": 0.005}])
+        return owned.Whitening([{"params": params[:3]}, {"params": params[3:], "lr": 0.005}])
 
-    def body(side: Side) -> list[Tensor]:
+    def body(side: owned.Side) -> list[Tensor]:
         params = list(side.model.parameters())
         side.train(0)
         EDITS[edit](side.optimizer)
         side.train(1, 2)
-        found = values(side.model)
+        found = owned.values(side.model)
         del side.optimizer.param_groups[1:]  # what left returns with the state that it had
         side.optimizer.param_groups[0]["params"] = params[:3]
         side.optimizer.add_param_group({"params": params[3:]})
         side.train(3)
         packed = side.optimizer.state_dict()["state"]
-        leaves = [leaf for index in sorted(packed) for leaf in tensors_of(packed[index])]
+        leaves = [leaf for index in sorted(packed) for leaf in owned.tensors_of(packed[index])]
         return found + [reference.full(leaf).double() for leaf in leaves]
 
-    assert_alike(body, maker, level)
+    owned.assert_alike(body, maker, level)
 
 
 @on_ranks(2)
 def test_parameters_that_are_stepped_at_once_stay_together() -> None:
-    model, optimizer, _ = side = sharded(MAKERS["Coupled"])
+    model, optimizer, _ = side = owned.sharded(owned.MAKERS["Coupled"])
     params = optimizer.param_groups[0]["params"]
     last = params.pop()
     side.train(0)  # one that left is not stepped
-    assert torch.equal(values(model)[-1], values(plain_model())[-1])
+    assert torch.equal(owned.values(model)[-1], owned.values(owned.plain_model())[-1])
     params.append(last)
     extra = nn.Linear(3, 3).double()
-    fe.shard(extra, None, CUT)
+    fe.shard(extra, None, owned.CUT)
     optimizer.add_param_group({"params": extra.parameters()})
-    before = values(model)
+    before = owned.values(model)
     with pytest.raises(ValueError, match="expected it among the parameters that it was with"):
         optimizer.step()
-    assert all(map(torch.equal, values(model), before))
+    assert all(map(torch.equal, owned.values(model), before))
 
 
 # What users do, with a sharded model and in one process.
 
 
-def change_weights(side: Side) -> None:
+def change_weights(side: owned.Side) -> None:
     """They travel to owners only if they were changed."""
     bring = ChunkMessages.bring_weights
     with mock.patch.object(
@@ -219,7 +203,7 @@ def change_weights(side: Side) -> None:
     assert (num_before, sent.call_count) == ((0, 0) if side.engine is None else (1, 2))
 
 
-def leave_gradients_and_steps_out(side: Side) -> None:
+def leave_gradients_and_steps_out(side: owned.Side) -> None:
     for step in range(4):
         side.loss(step).backward()
         if step == 1:
@@ -231,14 +215,14 @@ def leave_gradients_and_steps_out(side: Side) -> None:
     assert (states[0]["num"], states[1]["num"]) == (2, 3)
 
 
-def three_groups(model: nn.Module) -> Whitening:
-    first, *rest = matrices(model)
+def three_groups(model: nn.Module) -> owned.Whitening:
+    first, *rest = owned.matrices(model)
     biases = [p for p in model.parameters() if p.ndim == 1]
     groups = [{"params": first}, {"params": rest, "lr": 0.5}, {"params": biases, "lr": 0.001}]
-    return Whitening(groups)
+    return owned.Whitening(groups)
 
 
-def clip_by_a_schedule(side: Side) -> None:
+def clip_by_a_schedule(side: owned.Side) -> None:
     schedule = torch.optim.lr_scheduler.ExponentialLR(side.optimizer, 0.5)
     params = list(side.model.parameters())
     for step in range(3):
@@ -252,7 +236,7 @@ def clip_by_a_schedule(side: Side) -> None:
         schedule.step()
 
 
-def scale_losses(side: Side) -> None:
+def scale_losses(side: owned.Side) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     for step in range(4):
         loss = side.loss(step) * (float("inf") if step == 1 else 1.0)
@@ -263,8 +247,8 @@ def scale_losses(side: Side) -> None:
     assert scaler.get_scale() == 4.0
 
 
-def add_groups_and_freeze(side: Side) -> None:
-    weights = matrices(side.model)
+def add_groups_and_freeze(side: owned.Side) -> None:
+    weights = owned.matrices(side.model)
     side.train(0, 1)
     side.optimizer.add_param_group({"params": weights[1:], "lr": 0.01})
     for step in (2, 3, 4):
@@ -273,19 +257,19 @@ def add_groups_and_freeze(side: Side) -> None:
     assert len(side.optimizer.state_dict()["state"]) == len(weights)
 
 
-def last_whole(model: nn.Module) -> WhitensOrAverages:
+def last_whole(model: nn.Module) -> owned.WhitensOrAverages:
     *params, last = model.parameters()
-    return WhitensOrAverages([{"params": params}, {"params": [last], "whitens": True}])
+    return owned.WhitensOrAverages([{"params": params}, {"params": [last], "whitens": True}])
 
 
-def step_a_slice_whole(side: Side) -> None:
+def step_a_slice_whole(side: owned.Side) -> None:
     side.train(0, 1)
     slices, whole = (group["params"] for group in side.optimizer.param_groups)
     whole.append(slices.pop(0))
     side.train(2, 3)
 
 
-def step_with_a_closure(side: Side) -> list[Tensor]:
+def step_with_a_closure(side: owned.Side) -> list[Tensor]:
     """It is called once in a step."""
     calls = []
 
@@ -296,15 +280,15 @@ def step_with_a_closure(side: Side) -> list[Tensor]:
     losses = [side.optimizer.step(closure) for _ in range(4)]
     assert len(calls) == 4
     assert losses[3] < losses[0]
-    return values(side.model)
+    return owned.values(side.model)
 
 
-USES: dict[Callable[[Side], Any], Callable[[nn.Module], torch.optim.Optimizer]] = {
+USES: dict[Callable[[owned.Side], Any], Callable[[nn.Module], torch.optim.Optimizer]] = {
     change_weights: whitening,
     leave_gradients_and_steps_out: whitening,
     clip_by_a_schedule: three_groups,
     scale_losses: whitening,
-    add_groups_and_freeze: lambda model: Whitening(matrices(model)[:1]),
+    add_groups_and_freeze: lambda model: owned.Whitening(owned.matrices(model)[:1]),
     step_a_slice_whole: last_whole,
     step_with_a_closure: whitening,
 }
@@ -312,31 +296,31 @@ USES: dict[Callable[[Side], Any], Callable[[nn.Module], torch.optim.Optimizer]] 
 
 @pytest.mark.parametrize("use", USES)
 @on_ranks(2)
-def test_what_users_do_is_as_in_one_process(use: Callable[[Side], Any]) -> None:
-    assert_alike(use, USES[use])
+def test_what_users_do_is_as_in_one_process(use: Callable[[owned.Side], Any]) -> None:
+    owned.assert_alike(use, USES[use])
 
 
-@pytest.mark.parametrize("level", [CUT, pytest.param("optim", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("level", [owned.CUT, pytest.param("optim", marks=pytest.mark.thorough)])
 @on_ranks(4)
 def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: str) -> None:
     def model() -> nn.Module:
         # The last layer has fewer elements than slices have room for: some ranks have none.
-        return plain_model().append(nn.Linear(SIZES[-1], 1, bias=False).double())
+        return owned.plain_model().append(nn.Linear(owned.SIZES[-1], 1, bias=False).double())
 
     def maker(model: nn.Module) -> torch.optim.LBFGS:
         options: dict[str, Any] = {"line_search_fn": "strong_wolfe", "max_iter": 3}
         return torch.optim.LBFGS(model.parameters(), lr=0.5, **options)
 
     found = []
-    for side in (sharded(maker, level, model), plain(maker, model)):
+    for side in (owned.sharded(maker, level, model), owned.plain(maker, model)):
         losses = [float(side.optimizer.step(side.closure(0))) for _ in range(3)]
-        found.append([*values(side.model), torch.tensor(losses)])
+        found.append([*owned.values(side.model), torch.tensor(losses)])
     assert losses[2] < 0.5 * losses[0]
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
 
 
-class Restoring(Whitening):
+class Restoring(owned.Whitening):
     """Reads and changes what torch has loaded, as optimizers of pytorch_optimizer do."""
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -350,8 +334,8 @@ class Restoring(Whitening):
 
 @on_ranks(2)
 def test_state_dicts_have_all_state_and_are_loaded_from_plain_and_pickled_ones() -> None:
-    alone = plain(whitening).train(0, 1)
-    side = sharded(whitening)
+    alone = owned.plain(whitening).train(0, 1)
+    side = owned.sharded(whitening)
     side.model.load_state_dict(alone.model.state_dict())
     side.optimizer.load_state_dict(copy.deepcopy(alone.optimizer.state_dict()))
     assert side.optimizer.state_dict()["state"][1]["num"] == 2
@@ -363,75 +347,75 @@ def test_state_dicts_have_all_state_and_are_loaded_from_plain_and_pickled_ones()
         found = packed["state"][index]
         assert list(found) == list(state)
         assert (found["num"], found["flag"], found["rate"]) == (3, True, state["rate"])
-        assert_close([each.full_tensor() for each in found["grams"]], state["grams"])
+        owned.assert_close([each.full_tensor() for each in found["grams"]], state["grams"])
     assert packed["param_groups"] == expected["param_groups"]
 
     file = io.BytesIO()
     torch.save(packed, file)
-    for kind in (Whitening, Restoring):
+    for kind in (owned.Whitening, Restoring):
         file.seek(0)
-        again = sharded(lambda model, kind=kind: kind(model.parameters()))
+        again = owned.sharded(lambda model, kind=kind: kind(model.parameters()))
         again.model.load_state_dict(side.model.state_dict())
         again.optimizer.load_state_dict(torch.load(file, weights_only=False))
         states = again.optimizer.state_dict()["state"].values()
         assert {leaf.shape for state in states for leaf in state["grams"]}
         again.train(3)
-        assert_close(values(again.model), trained("Whitening"))
+        owned.assert_close(owned.values(again.model), owned.trained("Whitening"))
         leaves = leaves_of(dict(again.optimizer.state))
         assert not any(isinstance(leaf, fe.FlatDTensor) for leaf in leaves)
 
 
 @on_ranks(2)
 def test_a_state_dict_after_a_reset_has_no_state_on_any_rank() -> None:
-    side = sharded(whitening)
+    side = owned.sharded(whitening)
     for reset in ("cleared", "loaded"):
         side.train(0, 1)
-        RESETS[reset](side.optimizer)
+        owned.RESETS[reset](side.optimizer)
         assert side.optimizer.state_dict()["state"] == {}
         side.train(2)
         assert side.optimizer.state_dict()["state"][0]["num"] == 1
 
 
 def _save(folder: str, name: str) -> None:
-    side = sharded(MAKERS[name]).train(0, 1)
+    side = owned.sharded(owned.MAKERS[name]).train(0, 1)
     fe.save_checkpoint(folder, side.engine, side.optimizer)
 
 
 def _resume(folder: str, name: str, level: str) -> list[Tensor]:
-    side = sharded(MAKERS[name], level)
+    side = owned.sharded(owned.MAKERS[name], level)
     fe.load_checkpoint(folder, side.engine, side.optimizer)
-    return values(side.train(2, 3).model)
+    return owned.values(side.train(2, 3).model)
 
 
-@pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize(("num_ranks", "level"), [(1, "no_shard"), (3, CUT)])
+@pytest.mark.parametrize("name", owned.MAKERS)
+@pytest.mark.parametrize(("num_ranks", "level"), [(1, "no_shard"), (3, owned.CUT)])
 def test_checkpoints_are_loaded_on_other_ranks(
     ranks: Ranks, tmp_path: Path, name: str, num_ranks: int, level: str
 ) -> None:
     folder = str(tmp_path / "checkpoint")
     ranks.run(_save, folder, name, world_size=2)
     for found in ranks.run(_resume, folder, name, level, world_size=num_ranks):
-        assert_close(found, trained(name), name)
+        owned.assert_close(found, owned.trained(name), name)
 
 
 def two_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     biases = [p for p in model.parameters() if p.ndim == 1]
-    return [torch.optim.Muon(matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
+    return [torch.optim.Muon(owned.matrices(model), 0.02), torch.optim.AdamW(biases, 0.02)]
 
 
-def train_both(side: Side, *steps: int) -> list[Tensor]:
+def train_both(side: owned.Side, *steps: int) -> list[Tensor]:
     for step in steps:
         side.loss(step).backward()
         for optimizer in side.optimizer:
             optimizer.step()
             optimizer.zero_grad()
-    return values(side.model)
+    return owned.values(side.model)
 
 
 def _save_or_resume_both(folder: str, saves: bool) -> list[Tensor]:
-    model = plain_model()
-    engine = fe.shard(model, None, CUT, units=[nn.Linear], min_unit_size=0)
-    side = Side(model, [fe.shard_optimizer(each) for each in two_optimizers(model)], engine)
+    model = owned.plain_model()
+    engine = fe.shard(model, None, owned.CUT, units=[nn.Linear], min_unit_size=0)
+    side = owned.Side(model, [fe.shard_optimizer(each) for each in two_optimizers(model)], engine)
     if saves:
         train_both(side, 0, 1)
         fe.save_checkpoint(folder, engine, side.optimizer)
@@ -441,16 +425,16 @@ def _save_or_resume_both(folder: str, saves: bool) -> list[Tensor]:
 
 
 def test_several_optimizers_are_saved_as_one(ranks: Ranks, tmp_path: Path) -> None:
-    folder, model = str(tmp_path / "checkpoint"), plain_model()
+    folder, model = str(tmp_path / "checkpoint"), owned.plain_model()
     ranks.run(_save_or_resume_both, folder, True, world_size=2)
-    expected = train_both(Side(model, two_optimizers(model)), *range(4))
+    expected = train_both(owned.Side(model, two_optimizers(model)), *range(4))
     for found in ranks.run(_save_or_resume_both, folder, False, world_size=3):
-        assert_close(found, expected, "Muon")
+        owned.assert_close(found, expected, "Muon")
 
 
 @on_ranks(2)
 def test_the_user_says_what_is_whole() -> None:
-    side = sharded(MAKERS["Adafactor"], whole=["0.*"])
+    side = owned.sharded(owned.MAKERS["Adafactor"], whole=["0.*"])
     step = step_hook_of(side.optimizer, OwnedStep)
     assert isinstance(step, OwnedStep)
     assert {name for name, needs in step.needs.items() if needs} >= {"0.weight", "0.bias"}

@@ -7,7 +7,7 @@ import pytest
 from fsdp_engine.extensions.whole_tensor_optimizers.owned_params import Chunk
 from tests.async_device import ranks as device
 from tests.async_device.scene import compare
-from tests.extensions.whole_tensor_optimizers.device_steps import job, small_chunks
+from tests.extensions.whole_tensor_optimizers.owned import job, small_chunks
 from tests.matrices import thorough_but
 from tests.pairs import PAIRS
 from tests.pool import on_ranks

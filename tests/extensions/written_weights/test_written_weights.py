@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from tests.matrices import thorough_but
 from tests.pool import on_ranks
-from tests.promises.everywhere import LEVELS, Place, everywhere
+from tests.promises.everywhere import LEVELS, Place, assert_as_alone, everywhere, mean_square
 from tests.reference import full_gradients, full_weights
 
 
@@ -94,32 +94,16 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
-    loss: Tensor = model(x).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.detach()
+def evaluate(model: Any, x: Tensor) -> None:
+    """It writes, too."""
+    with torch.no_grad():
+        model(x)
 
 
 @everywhere
 def test_training_with_written_weights_is_that_of_one_process(place: Place) -> None:
     for make in (Model, recomputed, clamped, partial(clamped, clamp_data), clamped_at_root):
-        torch.manual_seed(0)
-        model = make()
-        alone = copy.deepcopy(model)
-        place.shard(model)
-        jobs = [(each, torch.optim.SGD(each.parameters(), 0.5)) for each in (model, alone)]
-        for step in range(3 if make is Model else 2):
-            rows = [batch(step, rank) for rank in range(place.num_ranks)]
-            losses = [step_of(*jobs[0], rows[dist.get_rank()]), step_of(*jobs[1], torch.cat(rows))]
-            dist.all_reduce(losses[0])
-            torch.testing.assert_close(losses[0] / place.num_ranks, losses[1], msg=str(make))
-            torch.testing.assert_close(full_weights(model), full_weights(alone))
-        with torch.no_grad():  # an evaluation writes, too
-            x = batch(9, 0)
-            torch.testing.assert_close(model(x), alone(x))
-        torch.testing.assert_close(full_weights(model), full_weights(alone))
+        assert_as_alone(place, make(), mean_square, evaluate, shape=(2, 4), clear=(True,) * 3)
 
 
 @pytest.mark.parametrize(("begin", "dtype"), [(1, None), (2, torch.bfloat16), (5, None)])
