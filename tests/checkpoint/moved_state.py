@@ -70,12 +70,7 @@ def state_dtypes(optimizer: Any) -> set[torch.dtype]:
 def check_wider_dtypes(
     maker: Maker, moves: Sequence[Move], alone_maker: Maker | None = None, **options: Any
 ) -> None:
-    """Check that state follows its parameter into a wider dtype.
-
-    Args:
-        alone_maker: Makes the optimizer of the one process. None: ``maker``.
-        **options: of ``fe.shard``.
-    """
+    """State follows its parameter into a wider dtype. ``options`` are those of ``fe.shard``."""
     folder = shared_folder()
     for number, (level, narrow, other, wide) in enumerate(moves):
         model, engine, optimizer = make(maker, narrow, level, **options)
@@ -124,12 +119,7 @@ class PlainState(torch.optim.Optimizer):
 
 
 def check_plain_dict_state(wrap: Callable[[Any], Any], **options: Any) -> None:
-    """Check that state in a plain dict is resumed before the first step and after two.
-
-    Args:
-        wrap: Wraps the optimizer of the sharded job.
-        **options: of ``fe.shard``.
-    """
+    """State in a plain dict is resumed before the first step and after two."""
     folder = shared_folder()
     torch.manual_seed(0)
     alone = Mlp()
@@ -168,13 +158,7 @@ def without(key: str) -> Any:
 def check_missing_state(
     maker: Maker, key: str, *, keeps_optimizer: bool = True, **options: Any
 ) -> None:
-    """Check that a checkpoint without a tensor of the state is refused by name.
-
-    Args:
-        key: The tensor's key in the state.
-        keeps_optimizer: The optimizer is compared with itself before, too.
-        **options: of ``fe.shard``.
-    """
+    """A checkpoint without ``key`` in the state is refused by name."""
     folder = shared_folder()
     model, engine, optimizer = make(maker, FP32, "optim_grads_params", **options)
     steps(model, optimizer, range(2))

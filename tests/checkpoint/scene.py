@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
 from fsdp_engine.checkpoint.reader import FileView, data_offset
 from fsdp_engine.optim import shard_optimizer
 from fsdp_engine.strategies import ALL_STRATEGIES, LEVELS
@@ -98,11 +100,7 @@ def two_groups(model: nn.Module, *, swap: bool = False, lr: float = 1e-2) -> tor
 
 
 def contents(model: nn.Module, optimizer: Any = None, *, whole: bool = True) -> dict[str, Any]:
-    """Everything that a checkpoint must bring back, by name.
-
-    Args:
-        whole: whole copies, a collective; else the tensors as they are, which sends nothing.
-    """
+    """Everything that a checkpoint must bring back, by name; a collective if ``whole``."""
     take = reference.full if whole else Tensor.detach
     found: dict[str, Any] = {
         f"model.{name}": take(value) if isinstance(value, Tensor) else value
@@ -176,10 +174,7 @@ def label(config: Config) -> str:
 
 
 def all_configs() -> dict[int, list[Config]]:
-    """By world size: all ten pairs on two axes, all levels on one, one rank; options strewn in.
-
-    World size 0 is one process without a process group.
-    """
+    """By world size; 0 is one process without a process group. Options are strewn in."""
     four = [
         {"strategy": s.inner.name, "outer": s.outer.name, "shape": (2, 2), "wrap": number % 2}
         for number, s in enumerate(ALL_STRATEGIES)
@@ -332,11 +327,7 @@ def failing(
     after: int = 0,
     counter: Iterator[int] | None = None,
 ) -> Iterator[None]:
-    """After so many calls, a function raises on one rank, or on all, as on a full disk.
-
-    Args:
-        counter: Counts the calls of several functions.
-    """
+    """After so many calls, counted alone or by ``counter``, a function raises as on a full disk."""
     original, counter = getattr(owner, name), counter or itertools.count()
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -364,3 +355,10 @@ def byte_of(folder: str | Path, key: str) -> tuple[Path, int]:
         start = data_offset(FileView(file, place.offset, place.length), 0)
     assert start is not None
     return path, place.offset + start
+
+
+def without_sums(folder: Path) -> None:
+    """As plain DCP, or an older version of the engine, would have written it."""
+    metadata = read_metadata(folder)
+    vars(metadata).pop("fsdp_engine_sums")
+    (folder / METADATA).write_bytes(pickle.dumps(metadata))

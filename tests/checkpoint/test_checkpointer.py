@@ -11,6 +11,7 @@ import shutil
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -144,6 +145,7 @@ def test_a_save_after_a_load_of_an_older_step_stays_and_names_the_later_ones(way
     checkpointer = fe.Checkpointer(shared_folder(), engine, optimizer, keep=2)
     for step in (10, 20, 30):
         checkpointer.save(step)
+    checkpointer.wait()  # for the removal of the first
     assert checkpointer.steps() == [20, 30]
     checkpointer.load(20)
     with warnings.catch_warnings(record=True) as caught:
@@ -404,7 +406,7 @@ def test_a_directory_that_was_made_anew_is_locked_again(tmp_path: Path) -> None:
     job.release()
 
 
-def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Path) -> None:
     plain = Manifest(
         step=3,
         world_size=8,
@@ -421,8 +423,26 @@ def test_a_manifest_comes_back_as_it_was(tmp_path: Path) -> None:
     for version, manifest in enumerate((plain, part, stage), 1):
         manifest.write(tmp_path)
         assert Manifest.read(tmp_path) == manifest
-        assert json.loads((tmp_path / MANIFEST).read_text())["format_version"] == version
-    for text in ("", "[]", "{}", '{"format_version": 1}', "\udcff", "[" * 100_000):
+        content = json.loads((tmp_path / MANIFEST).read_text())
+        assert content["format_version"] == version
+
+    def changed(field: str, value: Any) -> str:
+        """The same with another value, and the checksum of that."""
+        whole = json.dumps(content | {field: value, "crc32": "0" * 8}, indent=1)
+        return whole.replace("0" * 8, f"{zlib.crc32(whole.encode()):08x}", 1)
+
+    (tmp_path / MANIFEST).write_text(changed("step", 1))
+    assert Manifest.read(tmp_path).step == 1
+    fields: list[tuple[str, Any]] = [
+        *(("step", "x"), ("world_size", None), ("mesh", [1]), ("strategy", {"inner": 3})),
+        ("tensors", [{"name": "a", "shape": [-1], "dtype": "float32"}]),
+        ("tensors", [{"name": "a", "shape": [1], "dtype": "nn"}]),
+        ("files", {"a": {"bytes": "x", "crc32": "00000001"}}),
+        ("files", {"../a": {"bytes": 1, "crc32": "00000001"}}),
+        ("libraries", 3),
+    ]
+    damaged = ["", "[]", "{}", '{"format_version": 1}', "\udcff", "[" * 100_000]
+    for text in (*damaged, *(changed(*each) for each in fields)):
         (tmp_path / MANIFEST).write_text(text, errors="surrogateescape")
         with pytest.raises(ValueError, match=MANIFEST):
             Manifest.read(tmp_path)

@@ -42,6 +42,7 @@ from fsdp_engine.strategies import LEVELS
 from tests.checkpoint.scene import (
     TIED,
     Config,
+    add_one,
     different,
     exported,
     failing,
@@ -74,18 +75,25 @@ def test_the_next_forward_uses_what_was_loaded() -> None:
     torch.manual_seed(5)
     plain = Transformer(num_blocks=1)
     on_rank_0(lambda: save_file(plain.state_dict(), f"{folder}/{SINGLE}"))
+    on_rank_0(partial(dcp.save, {"model": plain.state_dict()}, checkpoint_id=folder, no_dist=True))
     tokens, targets = token_batch(2, 0)
     for strategy, dtype in itertools.product(LEVELS, (None, torch.bfloat16)):
         model = Transformer(num_blocks=1)
         policy = fe.MixedPrecisionPolicy(param_dtype=dtype)
         engine = fe.shard(model, strategy=strategy, mp_policy=policy)
-        model(tokens, targets).backward()  # full weights are there, where a level keeps them
-        load_safetensors(engine, folder)
         copy = Transformer(num_blocks=1).to(dtype or torch.float32)
         copy.load_state_dict(plain.state_dict())
-        with torch.no_grad():
-            assert torch.equal(model(tokens), copy(tokens))
-        assert different(engine.full_state_dict(), plain.state_dict()) == []
+        loads = (
+            partial(load_safetensors, engine, folder),
+            partial(fe.load_checkpoint, folder, engine),
+        )
+        for load in loads:
+            add_one(model, engine)
+            model(tokens, targets).backward()  # full weights are there, where a level keeps them
+            load()
+            with torch.no_grad():
+                assert torch.equal(model(tokens), copy(tokens))
+            assert different(engine.full_state_dict(), plain.state_dict()) == []
 
 
 @on_ranks(4)

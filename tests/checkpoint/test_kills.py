@@ -1,4 +1,4 @@
-"""Jobs that are killed while they save: they resume, and end as if nothing had happened."""
+"""Jobs that end or are killed while they save: a save is finished, or an older one is resumed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import random
 import signal
 import threading
-import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,42 +16,16 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
-from tests.checkpoint.scene import update
+from fsdp_engine.checkpoint.manifest import MANIFEST
+from tests.checkpoint.scene import Values, update
 from tests.models import Transformer, token_batch
 from tests.pool import RankError, Ranks
+from tests.processes import printed, torchrun
 
 NUM_KILLS = 12
 # A job is killed so many saves after its start, at most so long after the last of them.
 LIVES = (1, 2, 3)
 MOST_SECONDS = 0.1
-
-
-class Data:
-    """Batches in an order of their own on each rank, drawn as they are needed."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._draw = torch.Generator().manual_seed(rank)
-
-    def next(self) -> Any:
-        return token_batch(2, int(torch.randint(10_000, (), generator=self._draw)))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"draw": self._draw.get_state(), "rank": self._rank}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        assert state["rank"] == self._rank
-        self._draw.set_state(state["draw"])
-
-
-def die_after(seconds: float) -> None:
-    """This rank is killed at that moment, whatever it does."""
-
-    def die() -> None:
-        time.sleep(seconds)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    threading.Thread(target=die, daemon=True).start()
 
 
 def train(folder: str, until: int | None, life: int = 0, saves: bool = True) -> dict[str, Tensor]:
@@ -65,15 +37,16 @@ def train(folder: str, until: int | None, life: int = 0, saves: bool = True) -> 
     engine = fe.shard(model.net, initial_values="rank0")  # ranks are seeded apart
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
-    data = Data(rank)
-    extra = {"scheduler": scheduler, "data": data}
+    place = Values([rank, 0])  # each rank has an order of its own
+    extra = {"scheduler": scheduler, "data": place}
     timeout = timedelta(seconds=60)
     checkpointer = fe.Checkpointer(folder, engine, optimizer, extra=extra, keep=2, timeout=timeout)
     step = checkpointer.load(verify=True).step or 0 if checkpointer.steps() else 0
     last, seconds = step + draw.choice(LIVES), draw.uniform(0, MOST_SECONDS)
     victim, later = draw.randrange(2), draw.choice((0, 0.05))
     while until is None or step < until:
-        loss = engine.model(*data.next())
+        place.value = [place.value[0], place.value[1] + 1]
+        loss = engine.model(*token_batch(2, 10_000 * place.value[0] + place.value[1]))
         update(loss + model.dropout(torch.ones(8)).sum() * loss, optimizer)
         scheduler.step()
         step += 1
@@ -81,7 +54,8 @@ def train(folder: str, until: int | None, life: int = 0, saves: bool = True) -> 
             (checkpointer.save if step % 2 else checkpointer.save_async)(step)
         if until is None and step == last:
             # The other rank may find out, or be killed before.
-            die_after(seconds if rank == victim else seconds + later)
+            after = seconds if rank == victim else seconds + later
+            threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     checkpointer.close()
     return engine.full_state_dict()
 
@@ -110,3 +84,55 @@ def test_a_job_that_is_killed_twelve_times_ends_with_the_same_weights(
     left = [path.name for path in killed.iterdir()]
     assert not [name for name in left if name.startswith((".saving", ".removing"))], left
     assert len(left) == 3, left  # two checkpoints and the lock
+
+
+SCRIPT = """
+import sys
+import threading
+import torch
+import torch.distributed as dist
+from torch import nn
+import fsdp_engine as fe
+
+script_has_ended = threading.Event()
+
+
+class LateCheckpointer(fe.Checkpointer):
+    def _write(self, save):
+        script_has_ended.wait()
+        super()._write(save)
+
+
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)])
+engine = fe.shard(model, strategy="optim_grads_params")
+LateCheckpointer(sys.argv[1], engine).save_async(1)
+if sys.argv[2] == "destroy":
+    dist.destroy_process_group()
+script_has_ended.set()
+"""
+
+
+def run(folder: Path, launcher: tuple[str, ...], ending: str) -> str:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = (*launcher, str(script), str(folder / "saved"), ending)
+    return printed(*command, succeeds=ending != "destroy")
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(torchrun(2), marks=pytest.mark.thorough)])
+def test_the_save_is_finished(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    run(tmp_path, launcher, "plainly")
+    assert (tmp_path / "saved/step-00000001" / MANIFEST).is_file()
+
+
+def test_a_save_that_cannot_be_finished_ends_the_script_with_its_error(tmp_path: Path) -> None:
+    text = run(tmp_path, torchrun(2), "destroy")
+    for part in (
+        "saving step 1 into",
+        "before destroy_process_group()",
+        "the process group was destroyed",
+    ):
+        assert part in text
+    # Without a group each rank would take itself for the only one, and publish its shards alone.
+    assert not list((tmp_path / "saved").glob("step-*"))

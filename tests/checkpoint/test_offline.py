@@ -32,7 +32,6 @@ from fsdp_engine.checkpoint.inspection import (
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, TensorRow
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
 from fsdp_engine.checkpoint.writer import METADATA
-from tests.checkpoint.damaged import without_sums
 from tests.checkpoint.scene import (
     Values,
     byte_of,
@@ -42,6 +41,7 @@ from tests.checkpoint.scene import (
     run_on,
     small,
     train,
+    without_sums,
 )
 from tests.models import Transformer
 from tests.pool import Ranks
@@ -51,7 +51,6 @@ KEY = "model.blocks.1.qkv.weight"
 
 
 def save_run(folder: str) -> None:
-    """Two checkpoints of one run."""
     model, engine, optimizer = small()
     extra = {"data": Values({"index": 7})}
     with contextlib.closing(fe.Checkpointer(folder, engine, optimizer, extra=extra)) as each:
@@ -121,7 +120,6 @@ def rows(output: str) -> dict[str, list[str]]:
 
 
 def facts(output: str) -> dict[str, str]:
-    """Lines of the form "name  value"."""
     found = [re.match(r"(\w+(?: \w+)*) {2,}(.*\S)", line) for line in output.splitlines()]
     return {match[1]: match[2] for match in found if match}
 

@@ -24,7 +24,7 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, report_error
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
-from tests.megatron.model_parallel import Chunk
+from tests.megatron.configs import Chunk
 from tests.pool import Ranks, on_ranks
 
 # A group that cannot be created waits for 60 s; others take a tenth of a second.

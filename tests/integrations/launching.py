@@ -50,11 +50,7 @@ def free_port() -> int:
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    """Return when ``condition`` holds.
-
-    Raises:
-        TimeoutError: it has not in ``seconds``.
-    """
+    """Return when ``condition`` holds; an error if it has not in ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -63,11 +59,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.
 
 
 class Launched:
-    """Processes in the background, with all that they start.
-
-    Args:
-        folder: of their logs.
-    """
+    """Processes in the background, with all that they start; logs are in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -107,11 +99,7 @@ class Launched:
         return sorted(found, key=lambda each: each.create_time())
 
     def finish(self, name: str, process: subprocess.Popen[bytes], seconds: float = 180.0) -> int:
-        """The exit status, when it is over.
-
-        Raises:
-            AssertionError: it is not in time; says what it has printed.
-        """
+        """The exit status, when it is over; an error with the log if it is not in time."""
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -191,18 +187,6 @@ def make_fabric(*levels: str, strategy: Any = None, **arguments: Any) -> Any:
     fabric = Fabric(plugins=[ThereAlready()], **arguments)
     fabric.launch()
     return fabric
-
-
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    name = [tempfile.mkdtemp(prefix="lightning-") if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(name)
-    try:
-        yield Path(name[0])
-    finally:
-        dist.barrier()
-        if dist.get_rank() == 0:
-            shutil.rmtree(name[0])
 
 
 def by_engine(*levels: str, **arguments: Any) -> Any:

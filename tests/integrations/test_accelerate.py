@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import shutil
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 import fsdp_engine as fe
 from fsdp_engine.engine import engine_of
+from tests.checkpoint.scene import Values, raises_each
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
@@ -22,6 +23,7 @@ from tests.integrations.trainer_scene import (
     rows,
     shared_folder,
 )
+from tests.matrices import thorough_but
 from tests.pool import Ranks, on_few_ranks, on_ranks
 
 
@@ -87,15 +89,13 @@ class Loop:
         return torch.cat(found)
 
 
-@functools.cache
+@cache
 def plain_run(size: int) -> tuple[list[tuple[float, float]], torch.Tensor]:
     plain = Loop("plain")
     return plain.train(), plain.evaluate()
 
 
-@pytest.mark.parametrize(
-    "level", [FULL, *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3])]
-)
+@pytest.mark.parametrize("level", thorough_but([FULL], LEVELS))
 @on_few_ranks
 def test_a_loop_is_that_of_ddp(level: str) -> None:
     expected, logits = plain_run(num_ranks())
@@ -166,17 +166,6 @@ def test_the_weights_are_those_of_the_usual_idiom() -> None:
     assert (folder / "plain" / "model.safetensors").is_file()
 
 
-class Counter:
-    def __init__(self) -> None:
-        self.count = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"count": self.count}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.count = state["count"]
-
-
 def held(loop: Loop) -> dict[str, Any]:
     state = loop.optimizer.optimizer.state
     names = {param: name for name, param in loop.model.named_parameters()}
@@ -186,12 +175,12 @@ def held(loop: Loop) -> dict[str, Any]:
     return {"weights": weights, "means": means, "rates": rates}
 
 
-def loop_and_counter(level: str, seed: int) -> tuple[Loop, Counter]:
+def loop_and_counter(level: str, seed: int) -> tuple[Loop, Values]:
     from accelerate.utils import DataLoaderConfiguration
 
     # Checkpoints know the order of this sampler alone.
     loading = DataLoaderConfiguration(use_seedable_sampler=True)
-    loop, counter = Loop(level, seed, dataloader_config=loading), Counter()
+    loop, counter = Loop(level, seed, dataloader_config=loading), Values(0)
     loop.accelerator.register_for_checkpointing(counter)
     return loop, counter
 
@@ -200,7 +189,7 @@ def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[
     loop, counter = loop_and_counter(level, seed=0)
     loop.train()
     loop.train(epoch=1, last=4)
-    counter.count = 5
+    counter.value = 5
     assert loop.accelerator.save_state(f"{folder}/state") == f"{folder}/state"
     loop.accelerator.save_state(f"{folder}/state")  # takes its own place
     return held(loop), loop.train(epoch=1, first=4)
@@ -209,7 +198,7 @@ def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[
 def resume(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[float, float]]]:
     loop, counter = loop_and_counter(level, seed=9)
     loop.accelerator.load_state(f"{folder}/state")
-    assert counter.count == 5
+    assert counter.value == 5
     return held(loop), loop.train(epoch=1, first=4)
 
 
@@ -250,34 +239,21 @@ def test_automatic_names_and_their_limit() -> None:
 def test_what_does_not_fit_together_is_refused_on_all_ranks(level: str) -> None:
     from accelerate.local_sgd import LocalSGD
 
-    for call, words in (
-        (lambda: accelerator(FULL, mixed_precision="fp16"), "mixed_precision: expected 'no' or"),
-        (lambda: accelerator(FULL, cpu=False), "num_processes: expected the 2 ranks of this job"),
-        (lambda: Loop("level 3"), "strategy: expected"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()
+    raises_each(
+        (ValueError, "mixed_precision: ", partial(accelerator, FULL, mixed_precision="fp16")),
+        (ValueError, "num_processes: expected the 2", partial(accelerator, FULL, cpu=False)),
+        (ValueError, "strategy: expected", partial(Loop, "level 3")),
+    )
     loop = Loop(level)
-    with pytest.raises(ValueError, match="part of it"):
-        loop.accelerator.prepare(loop.model.model)
     local = LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2)
-    with pytest.raises(NotImplementedError, match=r"LocalSGD, .* use LocalSGD with"):
-        local.__enter__()
-    with (
-        pytest.raises(ValueError, match=r"Iterate over engine\.even_batches"),
-        loop.accelerator.join_uneven_inputs([loop.model]),
-    ):
-        raise AssertionError("it was entered")
+    uneven = partial(loop.accelerator.join_uneven_inputs, [loop.model])
+    raises_each(
+        (ValueError, "part of it", partial(loop.accelerator.prepare, loop.model.model)),
+        (NotImplementedError, "LocalSGD, .* use LocalSGD with", local.__enter__),
+        (ValueError, r"Iterate over engine\.even_batches", uneven),
+    )
     switched_off = LocalSGD(loop.accelerator, loop.model, local_sgd_steps=2, enabled=False)
     with switched_off as each:
         found = loop.train()
         each.step()
     torch.testing.assert_close(found, plain_run(2)[0], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_units_are_compiled() -> None:
-    ours = Loop(FULL, dynamo_backend="eager")
-    assert ours.model.model.layers[0]._compiled_call_impl is not None
-    torch.testing.assert_close(ours.train(), plain_run(2)[0], rtol=1e-4, atol=1e-5)

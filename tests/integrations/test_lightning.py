@@ -37,12 +37,11 @@ from tests.integrations.lightning_scene import (
     is_checkpoint,
     make,
     make_trainer,
-    shared_folder,
     weights,
 )
+from tests.integrations.trainer_scene import LEVELS, shared_folder
+from tests.matrices import thorough_but
 from tests.pool import Ranks, on_ranks
-
-LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
 class Trained(NamedTuple):
@@ -209,17 +208,17 @@ def consolidated(folder: Path, name: str) -> Path:
 @on_ranks(2)
 def test_two_optimizers_by_hand_train_as_ddp_and_come_back() -> None:
     ddp = "ddp_find_unused_parameters_true"
-    with shared_folder() as folder:
-        expected, first = make(Adversaries), make(Adversaries)
-        fit(expected, ddp)
-        fit(first, by_engine(), max_epochs=1).save_checkpoint(folder / "half.ckpt")
-        second = make(Adversaries)
-        fit(second, by_engine("optim"), ckpt_path=folder / "half.ckpt")
-        assert first.losses + second.losses == pytest.approx(expected.losses, rel=1e-5)
-        check_equal(second, expected)
-        plain = make(Adversaries)
-        fit(plain, ddp, ckpt_path=consolidated(folder, "half.ckpt"))
-        check_equal(plain, expected)
+    folder = shared_folder()
+    expected, first = make(Adversaries), make(Adversaries)
+    fit(expected, ddp)
+    fit(first, by_engine(), max_epochs=1).save_checkpoint(folder / "half.ckpt")
+    second = make(Adversaries)
+    fit(second, by_engine("optim"), ckpt_path=folder / "half.ckpt")
+    assert first.losses + second.losses == pytest.approx(expected.losses, rel=1e-5)
+    check_equal(second, expected)
+    plain = make(Adversaries)
+    fit(plain, ddp, ckpt_path=consolidated(folder, "half.ckpt"))
+    check_equal(plain, expected)
 
 
 class Scheduled(Net):
@@ -241,22 +240,19 @@ class Scheduled(Net):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [*(pytest.param(each, marks=pytest.mark.thorough) for each in ("step", "epoch")), "plateau"],
-)
+@pytest.mark.parametrize("kind", thorough_but(["plateau"], ["step", "epoch", "plateau"]))
 @on_ranks(2)
 def test_schedules_frozen_and_tied_weights_continue_from_a_checkpoint(kind: str) -> None:
     options: dict[str, Any] = {"val": data(), "gradient_clip_val": 0.5}
     expected, begun, found = (make(Scheduled, kind=kind) for _ in range(3))
-    with shared_folder() as folder:
-        theirs = fit(expected, "ddp", max_epochs=3, **options)
-        fit(begun, by_engine(), max_epochs=2, **options).save_checkpoint(folder / "x")
-        ours = fit(found, by_engine("optim"), max_epochs=3, ckpt_path=folder / "x", **options)
-        check_equal(found, expected)
-        rates = [each.optimizers[0].param_groups[0]["lr"] for each in (ours, theirs)]
-        assert rates[0] == pytest.approx(rates[1])
-        assert rates[0] < 1e-2
+    folder = shared_folder()
+    theirs = fit(expected, "ddp", max_epochs=3, **options)
+    fit(begun, by_engine(), max_epochs=2, **options).save_checkpoint(folder / "x")
+    ours = fit(found, by_engine("optim"), max_epochs=3, ckpt_path=folder / "x", **options)
+    check_equal(found, expected)
+    rates = [each.optimizers[0].param_groups[0]["lr"] for each in (ours, theirs)]
+    assert rates[0] == pytest.approx(rates[1])
+    assert rates[0] < 1e-2
 
 
 class Later(Net):
@@ -288,11 +284,11 @@ def test_models_without_memory_get_values_shard_by_shard() -> None:
     other = empty_net()
     fit(other, by_engine(), max_epochs=1)
     assert float(weights(other)["blocks.0.up.weight"].std()) > 0.1
-    with shared_folder() as folder:
-        trainer.save_checkpoint(folder / "x")
-        empty, loading = empty_net(), make_trainer(by_engine(initial_values="empty"))
-        loading.validate(empty, data(), ckpt_path=folder / "x", verbose=False)
-        check_equal(empty, module)
+    folder = shared_folder()
+    trainer.save_checkpoint(folder / "x")
+    empty, loading = empty_net(), make_trainer(by_engine(initial_values="empty"))
+    loading.validate(empty, data(), ckpt_path=folder / "x", verbose=False)
+    check_equal(empty, module)
 
 
 @on_ranks(2)
@@ -346,18 +342,18 @@ def test_a_run_continues_along_its_curve_on_other_ranks(ranks: Ranks, tmp_path: 
 
 @on_ranks(2)
 def test_files_of_other_strategies_come_in_and_out() -> None:
-    with shared_folder() as folder:
-        expected, found, last = make(), make(), make()
-        fit(expected, "ddp", max_epochs=3)
-        fit(make(), "ddp", max_epochs=1).save_checkpoint(folder / "ddp.ckpt")
-        ours = fit(found, by_engine(), max_epochs=2, ckpt_path=folder / "ddp.ckpt")
-        ours.save_checkpoint(folder / "ours.ckpt")
-        file = consolidated(folder, "ours.ckpt")
-        loaded = Net.load_from_checkpoint(file)
-        assert loaded.hparams["lr"] == 1e-2
-        check_equal(loaded, found)
-        fit(last, "ddp", max_epochs=3, ckpt_path=file)
-        check_equal(last, expected)
+    folder = shared_folder()
+    expected, found, last = make(), make(), make()
+    fit(expected, "ddp", max_epochs=3)
+    fit(make(), "ddp", max_epochs=1).save_checkpoint(folder / "ddp.ckpt")
+    ours = fit(found, by_engine(), max_epochs=2, ckpt_path=folder / "ddp.ckpt")
+    ours.save_checkpoint(folder / "ours.ckpt")
+    file = consolidated(folder, "ours.ckpt")
+    loaded = Net.load_from_checkpoint(file)
+    assert loaded.hparams["lr"] == 1e-2
+    check_equal(loaded, found)
+    fit(last, "ddp", max_epochs=3, ckpt_path=file)
+    check_equal(last, expected)
 
 
 class Picky(Net):
@@ -375,38 +371,38 @@ class Picky(Net):
 
 @on_ranks(2)
 def test_hooks_leave_out_weights_and_add_to_all_else() -> None:
-    with shared_folder() as folder:
-        module, other, trainer = make(Picky), make(Picky), make_trainer(by_engine())
-        saving = fit(module, by_engine(), max_epochs=1)
-        saving.save_checkpoint(folder / "x", weights_only=True)
-        with pytest.raises(ValueError, match=r"missing model\.head\.bias"):
-            make_trainer(by_engine()).validate(make(Picky), data(), ckpt_path=folder / "x")
-        other.strict_loading = False
-        bias = weights(other)["head.bias"]
-        trainer.validate(other, data(), ckpt_path=folder / "x", verbose=False)
-        torch.testing.assert_close(weights(other)["head.weight"], weights(module)["head.weight"])
-        assert torch.equal(weights(other)["head.bias"], bias)
-        with pytest.raises(ValueError, match=r"optimizer: expected entries"):
-            fit(other, by_engine(), ckpt_path=folder / "x")
-        module.puts_in = torch.zeros(2, 6)
-        with pytest.raises(ValueError, match=r"found others in head\.weight"):
-            saving.save_checkpoint(folder / "y")
-        assert os.listdir(folder) == ["x"]
+    folder = shared_folder()
+    module, other, trainer = make(Picky), make(Picky), make_trainer(by_engine())
+    saving = fit(module, by_engine(), max_epochs=1)
+    saving.save_checkpoint(folder / "x", weights_only=True)
+    with pytest.raises(ValueError, match=r"missing model\.head\.bias"):
+        make_trainer(by_engine()).validate(make(Picky), data(), ckpt_path=folder / "x")
+    other.strict_loading = False
+    bias = weights(other)["head.bias"]
+    trainer.validate(other, data(), ckpt_path=folder / "x", verbose=False)
+    torch.testing.assert_close(weights(other)["head.weight"], weights(module)["head.weight"])
+    assert torch.equal(weights(other)["head.bias"], bias)
+    with pytest.raises(ValueError, match=r"optimizer: expected entries"):
+        fit(other, by_engine(), ckpt_path=folder / "x")
+    module.puts_in = torch.zeros(2, 6)
+    with pytest.raises(ValueError, match=r"found others in head\.weight"):
+        saving.save_checkpoint(folder / "y")
+    assert os.listdir(folder) == ["x"]
 
 
 @on_ranks(2)
 def test_a_save_that_fails_leaves_nothing_and_is_an_error_on_all_ranks() -> None:
-    with shared_folder() as folder:
-        trainer = fit(make(), by_engine(), max_epochs=1)
-        fails = mock.patch.object(checkpoint_folder, "sync_folder", side_effect=OSError("planted"))
-        with fails, pytest.raises(OSError, match="planted"):
-            trainer.save_checkpoint(folder / "x")
-        dist.barrier()
-        assert os.listdir(folder) == []
+    folder = shared_folder()
+    trainer = fit(make(), by_engine(), max_epochs=1)
+    fails = mock.patch.object(checkpoint_folder, "sync_folder", side_effect=OSError("planted"))
+    with fails, pytest.raises(OSError, match="planted"):
         trainer.save_checkpoint(folder / "x")
-        (folder / "broken").write_bytes(b"no checkpoint")
-        with pytest.raises(RuntimeError, match=r"torch\.save"):
-            fit(make(), by_engine(), ckpt_path=folder / "broken")
+    dist.barrier()
+    assert os.listdir(folder) == []
+    trainer.save_checkpoint(folder / "x")
+    (folder / "broken").write_bytes(b"no checkpoint")
+    with pytest.raises(RuntimeError, match=r"torch\.save"):
+        fit(make(), by_engine(), ckpt_path=folder / "broken")
 
 
 class Failing(Net):
@@ -419,15 +415,15 @@ class Failing(Net):
 
 @on_ranks(2)
 def test_a_checkpoint_on_an_exception_has_the_weights_of_the_last_step() -> None:
-    with shared_folder() as folder:
-        module, expected, found = make(Failing), make(), make()
-        with pytest.raises(ZeroDivisionError, match="planted"):
-            fit(module, by_engine(), callbacks=[OnExceptionCheckpoint(folder)])
-        fit(expected, by_engine(), max_steps=3)
-        check_equal(module, expected)
-        path = folder / "on_exception.ckpt"
-        make_trainer(by_engine()).test(found, data(), ckpt_path=path, verbose=False)
-        check_equal(found, expected)
+    folder = shared_folder()
+    module, expected, found = make(Failing), make(), make()
+    with pytest.raises(ZeroDivisionError, match="planted"):
+        fit(module, by_engine(), callbacks=[OnExceptionCheckpoint(folder)])
+    fit(expected, by_engine(), max_steps=3)
+    check_equal(module, expected)
+    path = folder / "on_exception.ckpt"
+    make_trainer(by_engine()).test(found, data(), ckpt_path=path, verbose=False)
+    check_equal(found, expected)
 
 
 class Foreign(Net):
@@ -479,17 +475,17 @@ def test_errors_are_raised_on_all_ranks() -> None:
 
 @on_ranks(1)
 def test_one_device_and_a_job_that_died_while_it_saved() -> None:
-    with shared_folder() as folder:
-        trainer = train_both(by_engine(), rel=1e-6, max_epochs=1).ours
-        left = folder / ".saving-x.ckpt"
-        left.mkdir()
-        (left / "__shards_0_0_0.distcp").write_bytes(b"half")
-        trainer.save_checkpoint(folder / "x.ckpt")
-        assert os.listdir(folder) == ["x.ckpt"]
-        trainer.save_checkpoint(folder / "x.ckpt")  # in its place
-        assert len(list((folder / "x.ckpt").glob("*.distcp"))) == 1
-        (folder / "file").write_text("")
-        with pytest.raises(NotADirectoryError, match="found the file"):
-            trainer.save_checkpoint(folder / "file")
-        trainer.strategy.remove_checkpoint(folder / "x.ckpt")
-        assert os.listdir(folder) == ["file"]
+    folder = shared_folder()
+    trainer = train_both(by_engine(), rel=1e-6, max_epochs=1).ours
+    left = folder / ".saving-x.ckpt"
+    left.mkdir()
+    (left / "__shards_0_0_0.distcp").write_bytes(b"half")
+    trainer.save_checkpoint(folder / "x.ckpt")
+    assert os.listdir(folder) == ["x.ckpt"]
+    trainer.save_checkpoint(folder / "x.ckpt")  # in its place
+    assert len(list((folder / "x.ckpt").glob("*.distcp"))) == 1
+    (folder / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match="found the file"):
+        trainer.save_checkpoint(folder / "file")
+    trainer.strategy.remove_checkpoint(folder / "x.ckpt")
+    assert os.listdir(folder) == ["file"]

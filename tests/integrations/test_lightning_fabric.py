@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.integrations.lightning_scene import Layers, make_fabric, shared_folder
+from tests.checkpoint.scene import raises_each
+from tests.integrations.lightning_scene import Layers, make_fabric
+from tests.integrations.trainer_scene import shared_folder
 from tests.pool import on_ranks
 
 
@@ -75,69 +78,69 @@ def test_training_is_that_of_ddp_also_in_other_precisions(ways: list[dict[str, A
 
 @on_ranks(2)
 def test_a_saved_run_goes_on_at_another_level() -> None:
-    with shared_folder() as folder:
-        fabric = make_fabric()
-        model, optimizer = build(fabric)
-        train(fabric, model, optimizer)
-        state = {"model": model, "optimizer": optimizer, "step": 4, "notes": {"a": 1, "b": 2}}
-        fabric.save(folder / "x", state, filter={"notes": lambda name, _: name == "a"})
-        expected = train(fabric, model, optimizer, first=4)
+    folder = shared_folder()
+    fabric = make_fabric()
+    model, optimizer = build(fabric)
+    train(fabric, model, optimizer)
+    state = {"model": model, "optimizer": optimizer, "step": 4, "notes": {"a": 1, "b": 2}}
+    fabric.save(folder / "x", state, filter={"notes": lambda name, _: name == "a"})
+    expected = train(fabric, model, optimizer, first=4)
 
-        other = make_fabric("optim")
-        model, optimizer = build(other)
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        assert other.load(folder / "x", state) == {"notes": {"a": 1}}
-        assert state["step"] == 4
-        assert train(other, model, optimizer, first=4) == pytest.approx(expected, rel=1e-6)
+    other = make_fabric("optim")
+    model, optimizer = build(other)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    assert other.load(folder / "x", state) == {"notes": {"a": 1}}
+    assert state["step"] == 4
+    assert train(other, model, optimizer, first=4) == pytest.approx(expected, rel=1e-6)
 
-        with pytest.raises(KeyError, match="found \\['nothing'\\]"):
-            other.load(folder / "x", {"model": model, "nothing": 1})
-        other.load_raw(folder / "x", model)  # its weights alone
-        state = {"model": model, "optimizer": optimizer}
-        only_head = {"model": lambda name, _: "head" in name}
-        fabric.save(folder / "y", {"model": model}, filter=only_head)
-        with pytest.raises(ValueError, match=r"missing model\.inlet\.weight"):
-            other.load(folder / "y", {"model": model})
-        other.load(folder / "y", {"model": model}, strict=False)
-        with pytest.raises(ValueError, match="filter: expected names of modules and dicts"):
-            fabric.save(folder / "z", state, filter={"optimizer": lambda name, _: True})
-        assert sorted(os.listdir(folder)) == ["x", "y"]
+    with pytest.raises(KeyError, match="found \\['nothing'\\]"):
+        other.load(folder / "x", {"model": model, "nothing": 1})
+    other.load_raw(folder / "x", model)  # its weights alone
+    state = {"model": model, "optimizer": optimizer}
+    only_head = {"model": lambda name, _: "head" in name}
+    fabric.save(folder / "y", {"model": model}, filter=only_head)
+    with pytest.raises(ValueError, match=r"missing model\.inlet\.weight"):
+        other.load(folder / "y", {"model": model})
+    other.load(folder / "y", {"model": model}, strict=False)
+    with pytest.raises(ValueError, match="filter: expected names of modules and dicts"):
+        fabric.save(folder / "z", state, filter={"optimizer": lambda name, _: True})
+    assert sorted(os.listdir(folder)) == ["x", "y"]
 
 
 @on_ranks(2)
 def test_files_of_other_strategies_come_in() -> None:
-    with shared_folder() as folder:
-        ddp = make_fabric(strategy="ddp")
-        theirs, optimizer = build(ddp)
-        train(ddp, theirs, optimizer)
-        ddp.save(folder / "x.ckpt", {"model": theirs, "optimizer": optimizer, "step": 4})
-        ddp.save(folder / "raw.ckpt", theirs.state_dict())
-        raw = theirs(torch.ones(2, 4)).detach()
-        expected = train(ddp, theirs, optimizer, first=4)
-        fabric = make_fabric()
-        model, optimizer = build(fabric)
-        state = {"model": model, "optimizer": optimizer, "step": 0}
-        assert fabric.load(folder / "x.ckpt", state) == {}
-        assert state["step"] == 4
-        assert train(fabric, model, optimizer, first=4) == pytest.approx(expected, rel=1e-5)
-        fabric.load_raw(folder / "raw.ckpt", model)
-        torch.testing.assert_close(model(torch.ones(2, 4)).detach(), raw)
+    folder = shared_folder()
+    ddp = make_fabric(strategy="ddp")
+    theirs, optimizer = build(ddp)
+    train(ddp, theirs, optimizer)
+    ddp.save(folder / "x.ckpt", {"model": theirs, "optimizer": optimizer, "step": 4})
+    ddp.save(folder / "raw.ckpt", theirs.state_dict())
+    raw = theirs(torch.ones(2, 4)).detach()
+    expected = train(ddp, theirs, optimizer, first=4)
+    fabric = make_fabric()
+    model, optimizer = build(fabric)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    assert fabric.load(folder / "x.ckpt", state) == {}
+    assert state["step"] == 4
+    assert train(fabric, model, optimizer, first=4) == pytest.approx(expected, rel=1e-5)
+    fabric.load_raw(folder / "raw.ckpt", model)
+    torch.testing.assert_close(model(torch.ones(2, 4)).detach(), raw)
 
 
 @on_ranks(2)
 def test_two_models_in_one_checkpoint() -> None:
-    with shared_folder() as folder:
-        fabric = make_fabric()
-        maker, making = build(fabric)
-        judge, judging = build(fabric, apart=True)
-        train(fabric, maker, making)
-        state = {"maker": maker, "judge": judge, "making": making, "judging": judging}
-        fabric.save(folder / "x", state)
-        expected = [train(fabric, *pair) for pair in ((maker, making), (judge, judging))]
-        assert expected[0] != expected[1]
-        fabric.load(folder / "x", state)
-        found = [train(fabric, *pair) for pair in ((maker, making), (judge, judging))]
-        assert found == expected
+    folder = shared_folder()
+    fabric = make_fabric()
+    maker, making = build(fabric)
+    judge, judging = build(fabric, apart=True)
+    train(fabric, maker, making)
+    state = {"maker": maker, "judge": judge, "making": making, "judging": judging}
+    fabric.save(folder / "x", state)
+    expected = [train(fabric, *pair) for pair in ((maker, making), (judge, judging))]
+    assert expected[0] != expected[1]
+    fabric.load(folder / "x", state)
+    found = [train(fabric, *pair) for pair in ((maker, making), (judge, judging))]
+    assert found == expected
 
 
 @on_ranks(2)
@@ -158,18 +161,17 @@ def test_other_methods_and_what_fabric_sends() -> None:
 @on_ranks(2)
 def test_errors_are_raised_on_all_ranks_before_anything_is_changed() -> None:
     fabric = make_fabric()
-    model = Model()
+    model, other = Model(), Model()
     used = torch.optim.Adam(model.parameters())
+    other_on_one_rank = (other if dist.get_rank() else model).parameters()
+    stranger = torch.optim.SGD(other_on_one_rank, 0.1)
     model(torch.ones(2, 4)).sum().backward()
     used.step()
-    with pytest.raises(ValueError, match="expected a Adam that has no state yet"):
-        fabric.setup(model, used)
-    del used
-    stranger = torch.optim.SGD(Model().parameters() if dist.get_rank() else model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="expected parameters of the module"):
-        fabric.setup(model, stranger)
+    unknown, saved = "expected parameters of the module", r"a module that fabric\.setup"
+    raises_each(
+        (ValueError, "expected a Adam that has no state", partial(fabric.setup, model, used)),
+        (ValueError, unknown, partial(fabric.setup, model, stranger)),
+        (ValueError, saved, partial(fabric.save, "/nowhere", {"step": 3})),
+        (TypeError, "expected arguments of fsdp_engine", partial(type(fabric.strategy), unitz=1)),
+    )
     assert type(model.head.weight) is nn.Parameter
-    with pytest.raises(ValueError, match=r"state: expected a module that fabric\.setup"):
-        fabric.save("/nowhere", {"step": 3})
-    with pytest.raises(TypeError, match=r"expected arguments of fsdp_engine\.shard"):
-        type(fabric.strategy)(unitz=1)

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import fsdp_engine as fe
-from tests import reference
 from tests.integrations.lightning_scene import (
     Net,
     OneOfTheBlocks,
@@ -22,10 +21,9 @@ from tests.integrations.lightning_scene import (
     fit,
     make_fabric,
     make_trainer,
-    shared_folder,
     weights,
 )
-from tests.integrations.trainer_scene import FULL, LEVELS
+from tests.integrations.trainer_scene import FULL, LEVELS, Stream, check_weights, shared_folder
 from tests.pool import Ranks, on_ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -45,17 +43,9 @@ def batches_of(rank: int, sizes: Sizes) -> list[Batch]:
     return [batch(rank, number, size) for number, size in enumerate(sizes[rank])]
 
 
-class Stream(IterableDataset[Batch]):
-    def __init__(self, batches: list[Batch]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from self._batches
-
-
-def loader(sizes: Sizes, streams: bool = False) -> DataLoader[Batch]:
+def loader(sizes: Sizes, streams: bool = False, fails: bool = False) -> DataLoader[Batch]:
     batches = batches_of(dist.get_rank(), sizes)
-    return DataLoader(Stream(batches) if streams else batches, batch_size=None)  # type: ignore[arg-type]
+    return DataLoader(Stream(batches, fails) if streams else batches, batch_size=None)  # type: ignore[arg-type]
 
 
 class Ours(Net):
@@ -109,11 +99,6 @@ def train_alone(
         (torch.stack(losses).sum() / sum(counts)).backward()
         optimizer.step()
     return model
-
-
-def check_weights(found: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
-    for name, right in alone.items():
-        assert reference.relative_error(found[name], right) < 1e-11, name
 
 
 def mean_loss(model: Ours, sizes: Sizes) -> float:
@@ -208,13 +193,6 @@ class TakesTheIterator(Ours):
         return self.loss(batch)
 
 
-class FailingStream(Stream):
-    def __iter__(self) -> Iterator[Batch]:
-        yield from super().__iter__()
-        if dist.get_rank() == 1:
-            raise OSError("disk on fire")
-
-
 def validate(model: nn.Module, sizes: Sizes) -> None:
     trainer = make_trainer(by_engine(FULL), precision="64-true", use_distributed_sampler=False)
     trainer.validate(model, loader(sizes), verbose=False)
@@ -243,7 +221,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
     ),
     "disk on fire": (
         OSError,
-        lambda: train(made(), DataLoader(FailingStream(batches_of(0, UNEVEN)), batch_size=None)),
+        lambda: train(made(), loader(UNEVEN, True, fails=True)),
     ),
 }
 
@@ -286,12 +264,12 @@ class Places:
 @pytest.mark.parametrize("after", [1, 3])
 @on_ranks(2)
 def test_a_loader_that_saves_its_place_continues_there(after: int) -> None:
-    with shared_folder() as folder:
-        writes = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
-        train(made(), Places(UNEVEN), max_epochs=1, callbacks=[writes])
-        resumed, path = made(), folder / f"step={after}.ckpt"
-        train(resumed, Places(UNEVEN), max_epochs=1, ckpt_path=path)
-        check_weights(weights(resumed), train_alone(UNEVEN).state_dict())
+    folder = shared_folder()
+    writes = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    train(made(), Places(UNEVEN), max_epochs=1, callbacks=[writes])
+    resumed, path = made(), folder / f"step={after}.ckpt"
+    train(resumed, Places(UNEVEN), max_epochs=1, ckpt_path=path)
+    check_weights(weights(resumed), train_alone(UNEVEN).state_dict())
 
 
 class Towers(OneOfTheBlocks, Ours):

@@ -5,8 +5,14 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Iterator
+import socket
+import struct
+import threading
+import time
+import unittest
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchft.checkpointing.transport_test import run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
 import fsdp_engine as fe
@@ -43,17 +50,14 @@ def loss_of(model: Any, step: int, number: int) -> Tensor:
     return loss
 
 
-class Replica:
-    """A replica, and what it trains.
+class Replica(ElasticReplicas):
+    """A replica and what it trains; without a mesh it has one rank, of two."""
 
-    Args:
-        mesh: of its ranks; None: it has one rank, of two.
-        options: of :class:`ElasticReplicas`.
-    """
+    is_closed = False
 
     def __init__(
         self,
-        lighthouse: str,
+        lighthouse: str | None,
         seed: int = 0,
         width: int = WIDTH,
         *,
@@ -62,34 +66,43 @@ class Replica:
         num_microbatches: int = 3,
         **options: Any,
     ) -> None:
-        self.model = make_model(seed, width)
+        self.model, self.is_short = make_model(seed, width), num_microbatches == 1
         mesh = mesh_of(2, 1)["inner"] if mesh is None else mesh
         self.engine = fe.shard(self.model, mesh, level, options=fe.Options(min_unit_size=0))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
-        fe.shard_optimizer(self.optimizer)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.num_microbatches = num_microbatches
-        self.replicas = ElasticReplicas(
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2, weight_decay=0.1)
+        fe.shard_optimizer(optimizer)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        super().__init__(
             self.engine,
-            self.optimizer,
+            optimizer,
             extra={"scheduler": self.scheduler},
             lighthouse=lighthouse,
             num_microbatches=num_microbatches,
             **{"timeout": 20.0, **options},
         )
 
+    def train_step(self) -> bool:
+        """Whether the step was committed."""
+        for number in self.microbatches():
+            loss_of(self.model, self.step, number).backward()
+        self.was_unused = self.model.sometimes.weight.grad is None
+        self.num_of_step = self.num_replicas
+        return self.commit()
+
     def train(self, until: int) -> list[int]:
-        num_replicas = []
-        while self.replicas.step < until:
-            for number in self.replicas.microbatches():
-                loss_of(self.model, self.replicas.step, number).backward()
-            step = self.replicas.step
-            num_replicas.append(self.replicas.num_replicas)
-            unused = self.model.sometimes.weight.grad is None
-            assert unused == (step == 1 or self.num_microbatches == 1)
-            assert self.replicas.commit()
+        """Numbers of replicas of the steps."""
+        found = []
+        while self.step < until:
+            assert self.train_step()
+            assert self.was_unused == (self.step == 2 or self.is_short)
             self.scheduler.step()
-        return num_replicas
+            found.append(self.num_of_step)
+        return found
+
+    def close(self) -> None:
+        if not self.is_closed:
+            super().close()
+            self.is_closed = True
 
     def weights(self) -> dict[str, Tensor]:
         return self.engine.full_state_dict()
@@ -115,59 +128,58 @@ def train_alone(
 
 
 @contextmanager
-def lighthouse(min_replicas: int) -> Iterator[str]:
+def lighthouse(min_replicas: int) -> Iterator[Callable[..., Replica]]:
+    """Makes replicas, which it closes when all ranks are here again."""
     server, address = None, [""]
     if dist.get_rank() == 0:
         times = {"join_timeout_ms": 500, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000}
         server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **times)
         address = [server.address()]
     dist.broadcast_object_list(address)
+    joined: list[Replica] = []
+
+    def join(*arguments: Any, **options: Any) -> Replica:
+        joined.append(Replica(address[0], *arguments, **options))
+        return joined[-1]
+
     try:
-        yield address[0]
+        yield join
+        dist.barrier()
+        for replica in joined:
+            replica.close()
         dist.barrier()
     finally:
         if server is not None:
             server.shutdown()
 
 
-def sharded(mesh: Any = None) -> tuple[fe.Engine, torch.optim.Optimizer]:
-    """An engine over all ranks or those of a mesh, and its optimizer."""
-    options = fe.Options(min_unit_size=0)
-    engine = fe.shard(make_model(), mesh, "optim_grads_params", options=options)
-    return engine, torch.optim.SGD(engine.model.parameters(), lr=0.1)
-
-
 @pytest.mark.parametrize("num", [1, 3])  # of one, one replica has none
 @on_ranks(2)
 def test_replicas_train_as_one_process_with_the_microbatches_of_all(num: int) -> None:
-    with lighthouse(2) as address:
-        replica = Replica(address, seed=0, min_replicas=2, num_microbatches=num)
+    with lighthouse(2) as join:
+        replica = join(min_replicas=2, num_microbatches=num)
         assert replica.train(5) == [2] * 5
         replica.check(train_alone(5, num), 1e-5, 1e-6)
-        dist.barrier()
-        replica.replicas.close()
 
 
 @on_ranks(2)
 def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> None:
     rank = dist.get_rank()
     meshes = [mesh_of(2, 1)["inner"] for _ in range(2)]  # both ranks make both
-    with lighthouse(1) as address:
+    with lighthouse(1) as join:
         if rank == 0:
-            replica = Replica(address, mesh=meshes[0])
+            replica = join(mesh=meshes[0])
             assert replica.train(3) == [1] * 3
         dist.barrier()
         if rank == 1:
-            replica = Replica(address, seed=7, mesh=meshes[1])
+            replica = join(seed=7, mesh=meshes[1])
         dist.barrier()
-        while replica.train(replica.replicas.step + 1) == [1]:  # the first one, until both do
-            assert replica.replicas.step < 5000
-        until = replica.replicas.step + 3
+        while replica.train(replica.step + 1) == [1]:  # the first one, until both do
+            assert replica.step < 5000
+        until = replica.step + 3
         assert replica.train(until) == [2] * 3
         replica.check(train_alone(until))
         assert replica.scheduler.last_epoch == until
-        dist.barrier()
-        replica.replicas.close()
 
 
 @pytest.mark.parametrize("failing", [pytest.param(2, marks=pytest.mark.thorough), 3])
@@ -185,51 +197,39 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
             raise ConnectionError("for a test")
         return receive(self, *args, **options)
 
-    def train(until: int) -> None:
-        while replica.replicas.step < until:
-            for number in replica.replicas.microbatches():
-                loss_of(replica.model, replica.replicas.step, number).backward()
-            replica.replicas.commit()
-
-    with lighthouse(1) as address, pytest.MonkeyPatch.context() as patch:
+    with lighthouse(1) as join, pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateTransport, "recv_checkpoint", receive_later)
         if rank < 2:
-            replica = Replica(address, mesh=mesh)
-            train(3)
+            replica = join(mesh=mesh)
+            replica.train(3)
         dist.barrier()
         if rank >= 2:
-            replica = Replica(address, seed=1, mesh=mesh)
+            replica = join(seed=1, mesh=mesh)
         dist.barrier()
-        while replica.replicas.step < 5000:
-            train(replica.replicas.step + 1)
-            if replica.replicas.num_replicas == 2:
-                break
-        train(replica.replicas.step + 3)
+        until = 5000
+        while replica.step < until:
+            if replica.train_step() and replica.num_of_step == 2 and until == 5000:
+                until = replica.step + 3
         for _, value in sorted(replica.weights().items()):
             first = value.clone()
             dist.broadcast(first, 0)
             assert torch.equal(value, first)
         assert len(failures) == (rank == failing)
-        dist.barrier()
-        replica.replicas.close()
 
 
 @on_ranks(2)
 def test_a_torn_state_is_not_trained_with() -> None:
     """One rank got the state of a replica, which was lost before the other rank did."""
-    engine, optimizer = sharded()
-    with lighthouse(1) as address:
-        replicas = ElasticReplicas(engine, optimizer, num_microbatches=1, lighthouse=address)
-        for number in replicas.microbatches():
-            loss_of(engine.model, 0, number).backward()
+    with lighthouse(1) as join:
+        replica = join(mesh=mesh_of(1, 2)["inner"])
+        for number in replica.microbatches():
+            loss_of(replica.model, 0, number).backward()
         if dist.get_rank() == 0:
-            replicas._load(replicas._state())
-        replicas._manager.report_error(ConnectionError("for a test"))
-        assert not replicas.commit()
+            replica._load(replica._state())
+        replica._manager.report_error(ConnectionError("for a test"))
+        assert not replica.commit()
         with pytest.raises(RuntimeError, match="expected one of a single step on all ranks"):
-            list(replicas.microbatches())
-        dist.barrier()
-        replicas.close()
+            list(replica.microbatches())
 
 
 OTHERS = {
@@ -242,13 +242,12 @@ OTHERS = {
 @pytest.mark.parametrize("found", OTHERS)
 @on_ranks(2)
 def test_a_replica_of_another_model_or_configuration_is_refused(found: str) -> None:
-    with lighthouse(2) as address:
-        more = OTHERS[found] if dist.get_rank() == 1 else {}
-        replica = Replica(address, min_replicas=2, **more)
+    with lighthouse(2) as join:
+        replica = join(min_replicas=2, **(OTHERS[found] if dist.get_rank() == 1 else {}))
         error, committed = "", False
         try:
-            list(replica.replicas.microbatches())
-            committed = replica.replicas.commit()
+            list(replica.microbatches())
+            committed = replica.commit()
         except ValueError as raised:
             error = str(raised)
         everywhere: list[Any] = [None] * 2
@@ -257,33 +256,20 @@ def test_a_replica_of_another_model_or_configuration_is_refused(found: str) -> N
         (refused,) = [text for text, _ in everywhere if text]
         assert refused.startswith("state of a living replica: expected ")
         assert f"as this replica has; found {found}" in refused
-        dist.barrier()
-        replica.replicas.close()
 
 
 @on_ranks(2)
 def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
-    engine, optimizer = sharded()
-    weights = engine.full_state_dict()
-    with lighthouse(1) as address:
-        options = {"num_microbatches": 1, "min_replicas": 2, "timeout": 20.0}
-        replicas = ElasticReplicas(engine, optimizer, lighthouse=address, **options)
-
-        def train() -> None:
-            for number in replicas.microbatches():
-                loss_of(engine.model, replicas.step, number).backward()
-            assert not replicas.commit()
-
-        for _ in range(2):
-            train()
-        assert replicas._few_since is not None
-        replicas._few_since -= 80.0  # as if that long ago
+    with lighthouse(1) as join:
+        replica = join(mesh=mesh_of(1, 2)["inner"], min_replicas=2)
+        weights = replica.weights()
+        assert not any(replica.train_step() for _ in range(2))
+        assert replica._few_since is not None
+        replica._few_since -= 80.0  # as if that long ago
         with pytest.raises(TimeoutError, match="min_replicas: expected 2 replicas within 80 s"):
-            train()
-        assert replicas.step == 0
-        torch.testing.assert_close(engine.full_state_dict(), weights, rtol=0, atol=0)
-        dist.barrier()
-        replicas.close()
+            replica.train_step()
+        assert replica.step == 0
+        replica.check(weights, 0, 0)
 
 
 @on_ranks(3)
@@ -292,77 +278,63 @@ def test_a_replica_that_was_suspended_gets_the_state_of_the_others() -> None:
     dist.all_gather_object(pids, os.getpid())
     mesh = mesh_of(3, 1)["inner"]
     store = dist.distributed_c10d._get_default_store()
-    with lighthouse(1) as address:
+    with lighthouse(1) as join:
         if rank == 2:
             dist.barrier()
             store.wait(["alone"])
             os.kill(pids[1], signal.SIGCONT)
-        else:
-            replica = Replica(address, mesh=mesh, fixed_sum_order=True, timeout=2.0)
-            replicas = replica.replicas
-            dist.barrier()
-            until, is_alone, was_stopped = 5000, False, False
-            while replicas.step < until:
-                step = replicas.step
-                for number in replicas.microbatches():
-                    if rank == 1 and step == 4 and not was_stopped:
-                        was_stopped = True
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    loss_of(replica.model, replicas.step, number).backward()
-                num_replicas = replicas.num_replicas
-                if replicas.commit():
-                    if step > 4 and num_replicas == 1 and not is_alone:
-                        is_alone = True
-                        store.set("alone", "")
-                    if replicas.step > 5 and num_replicas == 2 and until == 5000:
-                        until = replicas.step + 2
-            assert (is_alone, was_stopped) == (rank == 0, rank == 1)
-            weights = replica.weights()
-            replicas.close()
-            if rank == 0:
-                alone = train_alone(until, with_scheduler=False)
-                torch.testing.assert_close(weights, alone, rtol=1e-4, atol=1e-4)
-            store.set(f"{rank}", pickle.dumps(weights))
-            for name, value in pickle.loads(store.get(f"{1 - rank}")).items():
-                assert torch.equal(weights[name], value)
+            return
+        replica = join(mesh=mesh, fixed_sum_order=True, timeout=2.0)
         dist.barrier()
+        until, is_alone, was_stopped = 5000, False, False
+        while replica.step < until:
+            step = replica.step
+            for number in replica.microbatches():
+                if rank == 1 and step == 4 and not was_stopped:
+                    was_stopped = True
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                loss_of(replica.model, replica.step, number).backward()
+            num_replicas = replica.num_replicas
+            if replica.commit():
+                if step > 4 and num_replicas == 1 and not is_alone:
+                    is_alone = True
+                    store.set("alone", "")
+                if replica.step > 5 and num_replicas == 2 and until == 5000:
+                    until = replica.step + 2
+        assert (is_alone, was_stopped) == (rank == 0, rank == 1)
+        if rank == 0:
+            replica.check(train_alone(until, with_scheduler=False))
+        store.set(f"{rank}", pickle.dumps(replica.weights()))
+        replica.check(pickle.loads(store.get(f"{1 - rank}")), 0, 0)
 
 
 @on_ranks(2)
 def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
-    absent = {"lighthouse": "http://localhost:1", "timeout": 0.5}
-    alone, of_all = sharded(mesh_of(2, 1)["inner"]), sharded()
-    for given in (alone, of_all):
+    alone, of_all = mesh_of(2, 1)["inner"], mesh_of(1, 2)["inner"]
+    for mesh in (alone, of_all):
         with pytest.raises((TimeoutError, RuntimeError)):  # on all ranks of a replica
-            ElasticReplicas(*given, num_microbatches=1, **absent)
+            Replica("http://localhost:1", mesh=mesh, timeout=0.5)
     for number, expected in (
         (0, "num_microbatches: expected at least 1; found 0"),
         (1, "lighthouse: expected an address"),
     ):
         with pytest.raises(ValueError, match=expected):
-            ElasticReplicas(*alone, num_microbatches=number)
+            Replica(None, mesh=alone, num_microbatches=number)
 
 
-def train_five_steps(
-    address: str, mesh: Any, level: str, fixed_sum_order: bool, leaves: bool = False
-) -> dict[str, Tensor]:
+def train_five_steps(replica: Replica, leaves: bool = False) -> dict[str, Tensor]:
     """Full weights after steps of 5 microbatches. A replica may leave the others after 3 steps."""
-    options = {"fixed_sum_order": fixed_sum_order, "num_microbatches": 5}
-    replica = Replica(address, mesh=mesh, level=level, **options)
-    replicas, place = replica.replicas, replica.engine.ranks.rank
     dist.barrier()  # the lighthouse awaits replicas that it has seen
     num_replicas = []
-    while replicas.step < (3 if leaves else 5):
-        for number in replicas.microbatches():
-            if number != 3 or replicas.step != 2:  # a microbatch without a backward
-                loss_of(replica.model, 10 * replicas.step + 2 * place, number).backward()
-        num_replicas.append(replicas.num_replicas)
-        assert replicas.commit()
-    weights = replica.weights()
-    replicas.close()
-    dist.barrier()
+    while replica.step < (3 if leaves else 5):
+        for number in replica.microbatches():
+            if number != 3 or replica.step != 2:  # a microbatch without a backward
+                place = replica.engine.ranks.rank
+                loss_of(replica.model, 10 * replica.step + 2 * place, number).backward()
+        num_replicas.append(replica.num_replicas)
+        assert replica.commit()
     assert leaves or num_replicas[0] == 1 or num_replicas[-1] == num_replicas[0] - 1
-    return weights
+    return replica.weights()
 
 
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
@@ -373,15 +345,16 @@ def test_sums_in_a_fixed_order_have_the_bits_of_one_replica(num_replicas: int, l
     rank, num_ranks = dist.get_rank(), 4 // num_replicas
     mesh = mesh_of(4 // num_ranks, num_ranks)["inner"]
     found = []
-    for fixed_sum_order, num in ((True, 1), (False, 1), (True, num_replicas)):
-        with lighthouse(1) as address:
-            if rank < num_ranks * num:
-                leaves = num > 1 and rank >= num_ranks * (num - 1)
-                given = (address, mesh, level, fixed_sum_order, leaves)
-                found.append(train_five_steps(*given))
-            else:
-                for _ in range(2):
-                    dist.barrier()
+    for is_fixed, num in ((True, 1), (False, 1), (True, num_replicas)):
+        with lighthouse(1) as join:
+            if rank >= num_ranks * num:
+                dist.barrier()
+                continue
+            replica = join(mesh=mesh, level=level, fixed_sum_order=is_fixed, num_microbatches=5)
+            leaves = num > 1 and rank >= num_ranks * (num - 1)
+            found.append(train_five_steps(replica, leaves))
+            if leaves:
+                replica.close()
     if rank < num_ranks:
         alone, in_another_order, together = found
         assert all(torch.equal(together[name], value) for name, value in alone.items())
@@ -431,3 +404,119 @@ def test_replicas_that_are_killed_end_with_the_bits_of_a_run_without_kills(
         states += [torch.load(out / f"replica_{number}.pt") for number in range(2)]
     for state in states[1:]:
         assert all(torch.equal(state[name], value) for name, value in states[0].items())
+
+
+# --- state from one replica to another: all of it, or an error in time ---
+
+
+WAIT = timedelta(seconds=20)
+
+
+@pytest.fixture
+def both() -> Iterator[tuple[StateTransport, StateTransport]]:
+    transports = StateTransport(timeout=1.0), StateTransport(timeout=20.0)
+    yield transports
+    for each in transports:
+        each.shutdown()
+
+
+def later(*actions: Callable[[], None]) -> None:
+    """Call them one after the other, while this thread waits."""
+    for number, action in enumerate(actions):
+        threading.Timer(0.3 * (number + 1), action).start()
+
+
+def large_state() -> dict[str, Tensor]:
+    """More than sockets buffer."""
+    return {"weights": torch.ones(1 << 25)}
+
+
+def test_all_values_arrive(both) -> None:
+    sender, receiver = both
+    table = torch.arange(12.0).view(3, 4)
+    state: dict[str, Any] = {
+        "user": {"columns": table.T, "number": torch.tensor(3), "none": torch.empty(0, 2)},
+        "narrow": [torch.randn(5).bfloat16(), torch.tensor([True, False])],
+        "complex": torch.randn(4, dtype=torch.complex64),
+        "shared": [table, table],
+    }
+    others = (None, 1.5, "text", torch.float8_e4m3fn)
+    sender.send_checkpoint([1], 3, {**state, "others": others}, WAIT)
+    for _ in range(2):  # two replicas start
+        found = receiver.recv_checkpoint(0, sender.metadata(), 3, WAIT)
+        assert found.pop("others") == others
+        torch.testing.assert_close(found, state, rtol=0, atol=0)
+    sender.disallow_checkpoint()
+
+
+def test_torchfts_test_of_transports() -> None:
+    run_multi_recovery_test(
+        unittest.TestCase(), lambda rank, size: StateTransport(10.0), torch.device("cpu")
+    )
+
+
+def test_a_receiver_waits_for_its_step_and_no_longer(both) -> None:
+    sender, receiver = both
+
+    def offer(step: int) -> None:
+        sender.send_checkpoint([1], step, {"step": step}, WAIT)
+
+    later(sender.disallow_checkpoint)
+    with pytest.raises(RuntimeError, match="expected that of step 3; found none"):
+        receiver.recv_checkpoint(0, sender.metadata(), 3, WAIT)
+    later(lambda: offer(4))
+    assert receiver.recv_checkpoint(0, sender.metadata(), 4, WAIT) == {"step": 4}
+    later(sender.disallow_checkpoint, lambda: offer(5))  # refuses no receiver of the next step
+    assert receiver.recv_checkpoint(0, sender.metadata(), 5, WAIT) == {"step": 5}
+
+
+def test_a_receiver_that_does_not_read_holds_the_sender_for_the_timeout_only(both) -> None:
+    sender, _ = both
+    sender.send_checkpoint([1], 0, large_state(), WAIT)
+    host, _, port = sender.metadata().rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(struct.pack("!q", 0))
+        connection.recv(8)
+        sender.disallow_checkpoint()  # the weights may change now: no more of them is sent
+        received = 0
+        while part := connection.recv(1 << 22):
+            received += len(part)
+        assert received < large_state()["weights"].nbytes
+
+
+def test_a_sender_that_ends_or_hangs_is_an_error(both) -> None:
+    _, receiver = both
+    with socket.create_server(("localhost", 0)) as server:
+        address = f"localhost:{server.getsockname()[1]}"
+
+        def serve_some_bytes() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(8)
+                connection.sendall(struct.pack("!q", 1000) + bytes(10))
+
+        thread = threading.Thread(target=serve_some_bytes)
+        thread.start()
+        with pytest.raises(ConnectionError, match="expected 990 more bytes; found the end"):
+            receiver.recv_checkpoint(0, address, 0, WAIT)
+        thread.join()
+        with pytest.raises(TimeoutError):
+            receiver.recv_checkpoint(0, address, 0, timedelta(seconds=0.3))
+
+
+def test_a_transfer_in_progress_is_waited_for(both) -> None:
+    sender, receiver = both
+    state = large_state()
+    found: list[dict[str, Any]] = []
+    sender.send_checkpoint([1], 0, state, WAIT)
+    thread = threading.Thread(
+        target=lambda: found.append(receiver.recv_checkpoint(0, sender.metadata(), 0, WAIT))
+    )
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not sender._connections and not found and time.monotonic() < deadline:
+        time.sleep(0.001)
+    sender.disallow_checkpoint()
+    state["weights"].zero_()
+    thread.join()
+    assert bool((found[0]["weights"] == 1).all())

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fsdp_engine as fe
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
+    Rows,
     arguments,
+    as_launched,
     assert_same,
     figures,
     llama,
@@ -24,6 +27,7 @@ from tests.integrations.trainer_scene import (
     shared_folder,
     trainer,
 )
+from tests.matrices import thorough_but
 from tests.pool import on_few_ranks, on_ranks
 
 
@@ -33,15 +37,30 @@ def hits(prediction: Any) -> dict[str, float]:
     return {"hits": float(np.sum((guessed == labels) & (labels != -100)))}
 
 
-@pytest.mark.parametrize(
-    "level", [FULL, *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3])]
-)
+@pytest.mark.parametrize("level", thorough_but([FULL], LEVELS))
 @on_few_ranks
 def test_a_run_is_that_of_the_plain_trainer(level: str) -> None:
     given = {"compute_metrics": hits}
     expected = run("plain", trainer=given)
     assert {(2, "eval_hits"), (5, "grad_norm")} <= expected.keys()
     assert_same(run(level, trainer=given), expected)
+
+
+def with_adapters() -> dict[str, Any]:
+    import peft
+
+    base = llama()
+    torch.manual_seed(5)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return {"model": peft.get_peft_model(base, config)}
+
+
+def with_optimizer() -> dict[str, Any]:
+    """It was built before."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return {"model": model, "optimizers": (optimizer, scheduler)}
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -58,22 +77,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rmsprop": {"optim": "rmsprop"},
     "plateau": {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"},
     "neftune": {"neftune_noise_alpha": 5.0},
+    "adapters": {"trainer": with_adapters},
+    "optimizer": {"trainer": with_optimizer},
 }
 # One of each kind in every run of the tests.
-QUICK = ("each rank's own mean", "label smoothing", "checkpointing", "sgd")
+QUICK = ("each rank's own mean", "label smoothing", "checkpointing", "sgd", "adapters", "optimizer")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.thorough)
-        for name in VARIANTS
-    ],
-)
+@pytest.mark.parametrize("name", thorough_but(QUICK, VARIANTS))
 @on_ranks(2)
 def test_training_arguments_mean_what_they_mean(name: str) -> None:
-    arguments = VARIANTS[name]
-    assert_same(run(FULL, **arguments), run("plain", **arguments))
+    expected = run("plain", **VARIANTS[name])
+    for level in (FULL, "no_shard")[: 1 + (name == "optimizer")]:
+        assert_same(run(level, **VARIANTS[name]), expected)
 
 
 @pytest.mark.parametrize("level", [FULL, pytest.param("no_shard", marks=pytest.mark.thorough)])
@@ -94,45 +110,27 @@ def test_only_the_last_microbatch_syncs_and_the_optimizer_steps_on_slices() -> N
     from transformers import TrainerCallback
 
     made = trainer(FULL, arguments(shared_folder(), max_steps=2))
-    seen: list[tuple[str, int]] = []
+    seen: list[Any] = []
 
     class Look(TrainerCallback):
-        def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-            seen.append(("substep", state.global_step))
+        def on_substep_end(self, *args: Any, **given: Any) -> None:
+            seen.append("substep")
 
-        def on_pre_optimizer_step(
-            self, args: Any, state: Any, control: Any, model: Any = None, **given: Any
-        ) -> None:
+        def on_pre_optimizer_step(self, *args: Any, model: Any = None, **given: Any) -> None:
             assert all(isinstance(p.grad, fe.FlatDTensor) for p in model.parameters())
-            seen.append(("step", state.global_step))
-
-    made.add_callback(Look())
-    synced: list[bool] = []
-    step = made.training_step
+            seen.append("step")
 
     def training_step(*args: Any) -> Any:
-        synced.append(made.engine.reductions.sync)
+        seen.append(made.engine.reductions.sync)
         return step(*args)
 
-    made.training_step = training_step
+    made.add_callback(Look())
+    step, made.training_step = made.training_step, training_step
     made.train()
-    assert synced == [False, True, False, True]
-    assert seen == [("substep", 0), ("step", 0), ("substep", 1), ("step", 1)]
+    assert seen == [False, "substep", True, "step"] * 2
     state = made.optimizer.optimizer.state
     assert state
     assert all(isinstance(value["exp_avg"], fe.FlatDTensor) for value in state.values())
-
-
-@pytest.mark.parametrize("level", ["no_shard", FULL])
-@on_ranks(2)
-def test_an_optimizer_that_was_built_before_is_taken(level: str) -> None:
-    def given() -> dict[str, Any]:
-        model = llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9))
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        return {"model": model, "optimizers": (optimizer, scheduler)}
-
-    assert_same(run(level, trainer=given()), run("plain", trainer=given()))
 
 
 @on_ranks(2)
@@ -196,39 +194,16 @@ def test_model_init_is_called_for_each_training() -> None:
 
 @on_ranks(2)
 def test_evaluation_and_prediction_without_training() -> None:
-    results = []
-    for kind in ("plain", FULL):
-        made = trainer(kind, arguments(shared_folder()), compute_metrics=hits)
-        results.append((made.evaluate(), made.predict(rows(5, seed=4))))
-    (expected, predicted), (evaluated, found) = results
-    assert evaluated["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-5)
+    for options, rel in (({"bf16_full_eval": True}, 1e-2), ({}, 1e-5)):
+        plain, ours = (
+            trainer(kind, arguments(shared_folder(), **options), compute_metrics=hits)
+            for kind in ("plain", FULL)
+        )
+        expected = plain.evaluate()["eval_loss"]
+        assert ours.evaluate()["eval_loss"] == pytest.approx(expected, rel=rel)
+    predicted, found = (made.predict(rows(5, seed=4)) for made in (plain, ours))
     np.testing.assert_allclose(found.predictions, predicted.predictions, rtol=1e-4, atol=1e-5)
     assert found.metrics["test_hits"] == predicted.metrics["test_hits"]
-
-
-@pytest.mark.thorough
-@on_ranks(2)
-def test_evaluation_in_bf16_throughout() -> None:
-    plain, ours = (
-        trainer(kind, arguments(shared_folder(), bf16_full_eval=True)).evaluate()["eval_loss"]
-        for kind in ("plain", FULL)
-    )
-    assert ours == pytest.approx(plain, rel=1e-2)
-
-
-def with_adapters() -> Any:
-    import peft
-
-    base = llama()
-    torch.manual_seed(5)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    return peft.get_peft_model(base, config)
-
-
-@on_ranks(2)
-def test_adapters_of_peft_are_trained_on_a_frozen_base() -> None:
-    given = {"make_model": with_adapters}
-    assert_same(run(FULL, trainer=given), run("plain", trainer=given))
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -250,3 +225,138 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(by: str) -> None:
         changes, given = refused if is_mine else ({}, {})
         with pytest.raises(ValueError, match=name):
             trainer(FULL, arguments(shared_folder(), **changes), **given)
+
+
+# --- generated text ---
+
+
+def t5(seed: int = 0) -> Any:
+    """An encoder and a decoder with shared embeddings; some of its texts end early."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 12, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2}
+    sizes |= {"num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+def pairs(count: int, seed: int = 1) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        {
+            "input_ids": torch.randint(2, 12, (6,), generator=generator),
+            "labels": torch.randint(2, 12, (5,), generator=generator),
+        }
+        for _ in range(count)
+    ]
+
+
+def lengths(prediction: Any) -> dict[str, float]:
+    texts = prediction.predictions
+    return {"hits": float(np.sum((texts != 0) & (texts != -100)))}
+
+
+def generating(kind: str, seed: int, changes: dict[str, Any], **given: Any) -> Any:
+    as_launched()
+    from transformers import Seq2SeqTrainingArguments
+
+    changes = {"predict_with_generate": True, "generation_max_length": 6, **changes}
+    args = arguments(shared_folder(), Seq2SeqTrainingArguments, **changes)
+    return trainer(kind, args, t5(seed), compute_metrics=lengths, **given)
+
+
+@pytest.mark.parametrize("level", [FULL, pytest.param("optim", marks=pytest.mark.thorough)])
+@on_ranks(2)
+def test_predict_with_generate_is_the_plain_trainers(level: str) -> None:
+    given = {"train_dataset": pairs(40), "eval_dataset": pairs(7, seed=2)}
+    found = []
+    for kind in ("plain", level):
+        made = generating(kind, 0, {"max_steps": 2}, **given)
+        made.train()
+        (logged, *_) = (row for row in made.state.log_history if "eval_hits" in row)
+        predicted = made.predict(pairs(7, seed=3), num_beams=2)
+        found.append((logged["eval_loss"], logged["eval_hits"], predicted.predictions))
+    check_same(*found, rel=1e-4)
+
+
+def check_same(plain: Any, ours: Any, rel: float) -> None:
+    assert ours[:2] == (pytest.approx(plain[0], rel=rel), plain[1])
+    np.testing.assert_array_equal(ours[2], plain[2])
+
+
+def generate(model: Any) -> torch.Tensor:
+    """A text of a prompt; rank 1 has a longer prompt, and a longer text."""
+    rank = torch.distributed.get_rank()
+    prompt = torch.arange(3, 8 + rank)[None]
+    return model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
+
+
+@pytest.mark.parametrize("level", thorough_but([FULL], LEVELS))
+@on_ranks(2)
+def test_texts_of_other_lengths_on_other_ranks(level: str) -> None:
+    from transformers import TrainerCallback
+
+    made = trainer(level, arguments(shared_folder(), max_steps=2))
+    texts: list[torch.Tensor] = []
+
+    class Writes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            text = generate(given["model"])
+            with made.engine.unsharded():
+                assert torch.equal(text, generate(given["model"]))
+            # Rank 1 has one text more.
+            with made.engine.together():
+                for _ in range(1 + torch.distributed.get_rank()):
+                    assert torch.equal(text, generate(given["model"]))
+            texts.append(text)
+
+    made.add_callback(Writes())
+    made.train()
+    plain = llama()
+    plain.load_state_dict(made.engine.full_state_dict())
+    assert torch.equal(texts[-1], generate(plain))
+
+
+@pytest.mark.parametrize("level", [FULL, pytest.param("optim", marks=pytest.mark.thorough)])
+@on_ranks(2)
+def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str) -> None:
+    found = []
+    for together in (False, True):
+        made = trainer(level, arguments(shared_folder()), generate_together=together)
+        forwards: list[Any] = []
+        made.model.lm_head.register_forward_pre_hook(lambda *_, seen=forwards: seen.append(0))
+        text = generate(made.model)
+        with made.engine.unsharded():
+            assert torch.equal(text, generate(made.model))
+        found.append((text, len(forwards)))
+    (expected, waiting), (text, number) = found
+    assert torch.equal(text, expected)
+    own = 3 + 8 * torch.distributed.get_rank()
+    # The second text is that of the unsharded model, whose hooks are the user's alone.
+    assert number == 2 * own
+    assert waiting == 11 + own  # transformers runs forwards for the other rank
+    with pytest.raises(ValueError, match=r"expected a model that has generate\(\)"):
+        trainer(FULL, arguments(shared_folder()), torch.nn.Linear(2, 2), generate_together=True)
+
+
+@pytest.mark.parametrize(
+    "together",
+    ["neither", "generate_together", pytest.param("different_modules", marks=pytest.mark.thorough)],
+)
+@on_ranks(2)
+def test_texts_of_uneven_loaders_are_generated_at_every_level(together: str) -> None:
+    """Ranks evaluate different numbers of prompts of different lengths; some texts end early."""
+    rank, found = torch.distributed.get_rank(), []
+    mine = [
+        {"input_ids": torch.arange(2, 5 + (number + rank) % 4)[None], "labels": row["labels"][None]}
+        for number, row in enumerate(pairs(2 + 3 * rank, seed=5 + rank))
+    ]
+    options = {} if together == "neither" else {together: True}
+    for level in ("no_shard", FULL):
+        made = generating(level, 3, {"eval_strategy": "no"}, **options)
+        made.get_eval_dataloader = lambda dataset=None: DataLoader(mine, batch_size=None)
+        made.get_test_dataloader = made.get_eval_dataloader
+        evaluated, predicted = made.evaluate(), made.predict([0])
+        assert len(predicted.predictions) == 2 + 5
+        found.append((evaluated["eval_loss"], evaluated["eval_hits"], predicted.predictions))
+    check_same(*found, rel=1e-5)

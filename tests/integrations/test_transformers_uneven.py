@@ -4,7 +4,7 @@ one process that has the batches of all ranks."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,17 +13,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from tests import reference
 from tests.integrations.trainer_scene import (
     FULL,
     LEVELS,
     VOCAB,
+    Stream,
     arguments,
     as_launched,
+    check_weights,
     num_ranks,
     shared_folder,
+    trainer,
 )
 from tests.pool import Ranks, on_ranks
 
@@ -91,22 +93,8 @@ def collate(texts: list[Batch]) -> Batch:
     }
 
 
-class Stream(IterableDataset[Batch]):
-    def __init__(self, texts: list[Batch]) -> None:
-        self._texts = texts
-
-    def __iter__(self) -> Iterator[Batch]:
-        yield from self._texts
-
-
 class Case(NamedTuple):
-    """Loaders of ranks.
-
-    Attributes:
-        sizes: of the batches, by rank.
-        streams: the loaders' lengths are unknown.
-        per_step: microbatches of an optimizer step.
-    """
+    """Sizes of the batches, by rank, and microbatches of a step; lengths of streams are unknown."""
 
     sizes: tuple[tuple[int, ...], ...]
     streams: bool = False
@@ -135,6 +123,13 @@ CASES = {
     "streams": Case(((3, 1), (2, 2, 4, 1)), streams=True, per_step=2),
     "three ranks": Case(((1,), (2, 3, 1, 1, 2), (3, 2, 1)), per_step=3),
 }
+
+
+def with_loader(made: Any, loader: Callable[[], Any]) -> Any:
+    """The trainer, with a loader of each rank's own."""
+    for name in ("train", "eval", "test"):
+        setattr(made, f"get_{name}_dataloader", lambda data_set=None: loader())
+    return made
 
 
 def loader_of(batches: list[list[Batch]], streams: bool) -> Any:
@@ -175,23 +170,6 @@ class HitsByBatch:
         return sums
 
 
-def made_trainer(kind: str, args: Any, loader: Any = None, **given: Any) -> Any:
-    """A trainer of a kind: "plain", or a level. Each rank's loader is its own, if there is one."""
-    import transformers
-
-    from fsdp_engine.integrations.transformers import FSDPEngineTrainer
-
-    cls = transformers.Trainer if kind == "plain" else FSDPEngineTrainer
-    if kind != "plain":
-        given["shard"] = {"strategy": kind, "min_unit_size": 0}
-    if loader is not None:
-        names = ("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader")
-        cls = type("Own", (cls,), dict.fromkeys(names, lambda self, data_set=None: loader()))
-    made = cls(args=args, **given)
-    made.remove_callback(transformers.trainer_callback.PrinterCallback)
-    return made
-
-
 def weights_of(made: Any) -> dict[str, Tensor]:
     engine = getattr(made, "engine", None)
     state = made.model.state_dict() if engine is None else engine.full_state_dict()
@@ -199,14 +177,7 @@ def weights_of(made: Any) -> dict[str, Tensor]:
 
 
 def train(kind: str, case: Case, model: type[nn.Module], options: dict[str, Any]) -> Trained:
-    """Train, evaluate and predict, on the batches of this rank; of all, if it is the only one.
-
-    Args:
-        kind: "plain", or a level.
-        case: the loaders.
-        model: class of the model.
-        options: of the training arguments, and ``trainer``: of the trainer.
-    """
+    """Train, evaluate and predict, on the batches of this rank; of all, if it is the only one."""
     as_launched()
     batches = case.batches_of_all() if num_ranks() == 1 else case.batches(dist.get_rank())
     changes = {
@@ -219,7 +190,7 @@ def train(kind: str, case: Case, model: type[nn.Module], options: dict[str, Any]
     }
     given = {"model": model(), "compute_metrics": hits, **changes.pop("trainer", {})}
     args = arguments(shared_folder(), **changes)
-    made = made_trainer(kind, args, lambda: loader_of(batches, case.streams), **given)
+    made = with_loader(trainer(kind, args, **given), lambda: loader_of(batches, case.streams))
     made.train()
     log = made.state.log_history
     found = made.evaluate([0])
@@ -249,11 +220,6 @@ def train_alone(ranks: Ranks, name: str) -> Trained:
     return _alone[name]
 
 
-def assert_weights(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, right in expected.items():
-        assert reference.relative_error(found[name], right) < 1e-11, name
-
-
 def evaluation_loss(model: type[nn.Module], weights: dict[str, Tensor], case: Case) -> float:
     made = model()
     made.load_state_dict(weights)
@@ -278,7 +244,7 @@ def test_a_run_is_that_of_one_process(ranks: Ranks, name: str, level: str) -> No
     case, alone = CASES[name], train_alone(ranks, name)
     loss = evaluation_loss(Tokens, alone.weights, case)
     for found in ranks.run(train, level, case, Tokens, {}, world_size=len(case.sizes)):
-        assert_weights(found.weights, alone.weights)
+        check_weights(found.weights, alone.weights)
         assert found.losses == pytest.approx(alone.losses, rel=1e-6)
         assert found.norms == pytest.approx(alone.norms, rel=1e-9)
         assert found.tokens_seen == alone.tokens_seen
@@ -290,14 +256,7 @@ def test_a_run_is_that_of_one_process(ranks: Ranks, name: str, level: str) -> No
 
 
 def by_hand(case: Case, divided_by: str, epochs: int) -> tuple[dict[str, Tensor], list[float]]:
-    """Weights and losses of one process, of the means that the trainer takes.
-
-    Args:
-        case: the loaders.
-        divided_by: "rank": the mean over ranks of the mean over their labels; "batch": the mean
-            over batches of the mean over theirs.
-        epochs: how many.
-    """
+    """One process: the mean over ranks of the means over their labels, or the mean over batches."""
     model = Tokens()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     by_rank = [case.batches(rank) for rank in range(len(case.sizes))]
@@ -328,7 +287,7 @@ def test_means_of_ranks_or_batches_are_those_of_the_batches_that_exist(
     options["average_tokens_across_devices"] = divided_by != "rank"
     model = Tokens if divided_by == "rank" else MeanOfBatch
     for each in ranks.run(train, FULL, case, model, options, world_size=2):
-        assert_weights(each.weights, weights)
+        check_weights(each.weights, weights)
         assert each.losses == pytest.approx(losses, rel=1e-6)
 
 
@@ -351,7 +310,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_options_of_uneven_runs(ranks: Ranks, name: str) -> None:
     case, alone = CASES["accumulation"], train_alone(ranks, "accumulation")
     for found in ranks.run(train, FULL, case, Tokens, OPTIONS[name], world_size=2):
-        assert_weights(found.weights, alone.weights)
+        check_weights(found.weights, alone.weights)
         for key in ("hits", "labels"):
             assert found.evaluated[key] == alone.evaluated[key]
 
@@ -383,7 +342,7 @@ def train_shared(kind: str, batch: int, accelerator: dict[str, Any], resumed: bo
         )
         given = {"model": Tokens(), "train_dataset": Texts(), "eval_dataset": Texts()}
         given |= {"data_collator": collate, "compute_metrics": hits}
-        made = made_trainer(kind, args, **given)
+        made = trainer(kind, args, **given)
         made.train(resume_from_checkpoint=path)
     evaluated = made.evaluate()
     return weights_of(made), {name: evaluated[f"eval_{name}"] for name in ("hits", "labels")}
@@ -401,7 +360,7 @@ def test_a_data_set_is_dealt_without_samples_that_count_twice(
     )
     batch = 8 if split else 4  # then the trainer's batch is that of all ranks
     for found, metrics in ranks.run(train_shared, FULL, batch, given, resumed, world_size=2):
-        assert_weights(found, weights)
+        check_weights(found, weights)
         assert metrics == evaluated
 
 
@@ -418,16 +377,8 @@ def test_ranks_use_different_modules_in_uneven_runs(ranks: Ranks) -> None:
     expected = ranks.run(train, "no_shard", case, Towers, given, world_size=2)
     found = ranks.run(train, FULL, case, Towers, given, world_size=2)
     for ours, theirs in zip(found, expected, strict=True):
-        assert_weights(ours.weights, theirs.weights)
+        check_weights(ours.weights, theirs.weights)
         assert ours.evaluated == pytest.approx(theirs.evaluated, rel=1e-9)
-
-
-class FailingStream(Stream):
-    def __iter__(self) -> Iterator[Batch]:
-        yield collate([text(0)])
-        if dist.get_rank() == 1:
-            raise OSError("disk on fire")
-        yield collate([text(1)])
 
 
 @on_ranks(2)
@@ -435,7 +386,8 @@ def test_an_error_of_one_loader_is_raised_on_all_ranks() -> None:
     as_launched()
     for method, *given in (("train",), ("evaluate", [0]), ("predict", [0])):
         args = arguments(shared_folder(), max_steps=4, eval_strategy="no")
-        loader = DataLoader(FailingStream([]), batch_size=None)
-        made = made_trainer(FULL, args, lambda loader=loader: loader, model=Tokens())
+        batches = Stream([collate([text(number)]) for number in range(2)], fails=True)
+        made = trainer(FULL, args, Tokens())
+        with_loader(made, lambda batches=batches: DataLoader(batches, batch_size=None))
         with pytest.raises(OSError, match="disk on fire"):
             getattr(made, method)(*given)

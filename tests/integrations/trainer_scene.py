@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
-from fsdp_engine.comm.collectives import gather_objects
+from tests import reference
+from tests.checkpoint import scene as checkpoint_scene
 from tests.without_te import import_without_te
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -67,9 +69,7 @@ def num_ranks() -> int:
 
 
 def shared_folder() -> Path:
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    made = tempfile.mkdtemp(prefix="trainer-") if is_first else ""
-    return Path(gather_objects(made, dist.group.WORLD if num_ranks() > 1 else None)[0])
+    return Path(checkpoint_scene.shared_folder())
 
 
 def arguments(folder: Path, cls: Any = None, **changes: Any) -> Any:
@@ -132,14 +132,10 @@ def figures(made: Any) -> dict[tuple[int, str], float]:
 
 
 def run(kind: str, folder: Path | None = None, **changes: Any) -> dict[tuple[int, str], float]:
-    """Train; returns the log. ``trainer=`` has what the trainer gets, others the arguments.
-
-    A function ``make_model`` of the trainer's makes its model.
-    """
-    given = {**changes.pop("trainer", {})}
+    """Train; returns the log. ``trainer=`` has arguments of the trainer, or makes them."""
+    given = changes.pop("trainer", {})
     args = arguments(folder or shared_folder(), **changes)
-    make_model = given.pop("make_model", lambda: given.pop("model", None))
-    made = trainer(kind, args, make_model(), **given)
+    made = trainer(kind, args, **(given() if callable(given) else given))
     made.train()
     return figures(made)
 
@@ -159,3 +155,22 @@ def assert_same(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 2e-
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert abs(found[key] - value) <= atol + rtol * abs(value), (key, found[key], value)
+
+
+class Stream(IterableDataset[Any]):
+    """A loader without a length; it may fail on rank 1 after its first batch."""
+
+    def __init__(self, batches: list[Any], fails: bool = False) -> None:
+        self._batches, self._fails = batches, fails
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, batch in enumerate(self._batches):
+            if number and self._fails and dist.get_rank() == 1:
+                raise OSError("disk on fire")
+            yield batch
+
+
+def check_weights(found: dict[str, Tensor], alone: dict[str, Tensor]) -> None:
+    """Weights in fp64 are those of one process."""
+    for name, right in alone.items():
+        assert reference.relative_error(found[name], right) < 1e-11, name

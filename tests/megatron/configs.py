@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
@@ -84,3 +85,17 @@ class Layers(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x.square().mean()
+
+
+class Chunk(fe.DistributedDataParallel):
+    """Counts how often its gradients were finished."""
+
+    def __init__(
+        self, module: nn.Module, mesh: DeviceMesh | None, strategy: str, **options: Any
+    ) -> None:
+        super().__init__(module, config_of(strategy), mesh, **options)
+        self.num_finished = 0
+
+    def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
+        self.num_finished += 1
+        super().finish_grad_sync(force_all_reduce)

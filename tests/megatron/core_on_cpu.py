@@ -55,23 +55,6 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """A stream on which nothing is queued."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, other: object) -> None:
-        """It has nothing to wait for."""
-
-    def record_event(self, event: object = None) -> _Stream:
-        """An event that has been reached."""
-        return self
-
-    def synchronize(self) -> None:
-        """Nothing is queued."""
-
-
 def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
     """torch's layer norm, marked as the fused one, which needs CUDA, marks its parameters."""
     norm = torch.nn.LayerNorm(hidden_size, eps)
@@ -118,8 +101,8 @@ def on_cpu() -> Iterator[None]:
 
     answers = {
         "torch.cuda.current_device": lambda: _CPU,
-        "torch.cuda.Stream": _Stream,
-        "torch.cuda.current_stream": _Stream,
+        "torch.cuda.Stream": mock.MagicMock,
+        "torch.cuda.current_stream": mock.MagicMock,
         "torch.cuda.stream": contextlib.nullcontext,
         "torch.cuda.synchronize": lambda *args: None,
         "torch.cuda.empty_cache": lambda: None,

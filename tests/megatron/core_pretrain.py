@@ -36,17 +36,13 @@ class Job:
         level: of our wrapper; None: as ``--use-distributed-optimizer`` says.
         ours, their_finalize, their_optimizer: our names; else Megatron-Core's, all or one of them.
         dtype: one of DTYPES; "fp16" has a dynamic loss scale.
-        tensor, pipeline, experts, expert_tensor: model-parallel ranks. Layers have four experts and
-            biased routers, or are dense (0).
-        virtual: chunks of each pipeline rank, for the interleaved schedule.
+        experts: ranks; layers have four experts and biased routers, or are dense (0).
         sync_funcs: the schedule says when to reduce and to gather.
         layers: None: 2 for each chunk.
         recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
-        gated: SwiGLU, whose first weight is saved in two parts.
         per_token: losses are sums over tokens, and ranks have different numbers of them.
         inf_on: (step, rank) at which the loss is infinite.
         tied: the output layer has the embedding's weight. Otherwise gradients have many zeros.
-        fully_parallel: ``--ckpt-fully-parallel-save`` and ``-load``.
         own_norm: gradients of some layers are clipped by a norm of their own. Without effect in
             megatron-core 0.16.
     """

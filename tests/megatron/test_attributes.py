@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch.torch_version import TorchVersion
 
-from tests.pool import Ranks
+from tests.pool import on_ranks
 from tools import megatron_attributes as attributes
 
 # Attributes that earlier versions do not use have a reason in the page, too.
@@ -20,14 +20,11 @@ of_the_page = pytest.mark.skipif(
 )
 
 
-def table_of_installed() -> list[str]:
-    uses = attributes.uses_of(attributes.installed())
-    return attributes.table(uses, attributes.make_wrapper())
-
-
 @of_the_page
-def test_the_documentation_has_the_table_of_the_installed_wheel_and_reasons(ranks: Ranks) -> None:
-    (lines,) = ranks.run(table_of_installed, world_size=1)
+@on_ranks(1)
+def test_the_documentation_has_the_table_of_the_installed_wheel_and_reasons() -> None:
+    uses = attributes.uses_of(attributes.installed())
+    lines = attributes.table(uses, attributes.make_wrapper())
     names = {line.split("`")[1]: "| yes |" in line for line in lines[2:]}
     assert {"set_is_first_microbatch", "buffers", "ddp_config", "scale_gradients"} <= names.keys()
     text = attributes.DOCS.read_text()

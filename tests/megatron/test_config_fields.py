@@ -1,60 +1,31 @@
-"""Fields of the config for memory, collectives and rounding: a test for each, named after it, in
-which changing the field changes the observation. Those that say when are in
-``test_config_fields_timing.py``."""
+"""Fields of the config: a test for each, named after it, in which changing the field changes the
+observation."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
-from fsdp_engine.strategies import LEVELS
+from fsdp_engine.strategies import AXIS_BELOW_DEPTH, LEVELS, Axis, Role, Strategy
+from tests.comm.timeline import Timeline, timed_step
 from tests.megatron.configs import LEVEL_NAMES, Config, Layers, config_of
-from tests.messages import Messages, watched
-from tests.pool import on_ranks
+from tests.messages import Messages, expected_collectives, watched
+from tests.models import Dot, Stack, vector_batch
+from tests.pairs import FEW_PAIR_NAMES, FEW_PAIRS
+from tests.pool import Ranks, on_ranks
 from tests.reference import full, sgd
 from tests.training import mesh_of
 
 ROOT = "the root module"
 DIM, NUM_LAYERS = 8, 3
 NUMEL = NUM_LAYERS * 128  # of the flat buffer: a weight of 64, a bias of 8 at a multiple of 64
-
-
-class Dot(nn.Module):
-    """The gradient of ``weight`` is the input itself."""
-
-    def __init__(self, numel: int = 64) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
-
-
-@contextmanager
-def sending() -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Within it, copies of the gradients that go into collectives, each with its operation."""
-    found: list[tuple[str, torch.Tensor]] = []
-
-    def reduced(group: Any, tensor: torch.Tensor, options: Any) -> None:
-        if tensor.dtype != torch.uint8:  # else a small message about the step
-            is_sum = options.reduceOp == dist.ReduceOp.SUM
-            found.append(("sum" if is_sum else "average", tensor.clone()))
-
-    def sent(group: Any, tensor: torch.Tensor) -> None:
-        found.append(("send", tensor.clone()))
-
-    with watched(sent, reduced):
-        yield found
 
 
 class Passes(TorchDispatchMode):
@@ -96,12 +67,6 @@ def trained(ddp: fe.DistributedDataParallel) -> dict[str, torch.Tensor]:
         backward(ddp, batch(number=number))
         optimizer.step()
     return ddp.engine.full_state_dict()
-
-
-def assert_close(weights: Iterable[dict[str, torch.Tensor]]) -> None:
-    first, *others = weights
-    for each in others:
-        torch.testing.assert_close(each, first, rtol=1e-6, atol=1e-6)
 
 
 def gradient(ddp: fe.DistributedDataParallel) -> torch.Tensor:
@@ -199,7 +164,8 @@ def test_num_distributed_optimizer_instances_cuts_the_state_within_each_instance
         operations = messages.operations.items()
         assert {k: v for k, v in operations if "all-gather" not in k} == Counter(labels)
         weights.append(trained(ddp))
-    assert_close(weights)
+    for each in weights:
+        torch.testing.assert_close(each, weights[0], rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(world_size=2)
@@ -219,7 +185,8 @@ def test_pad_buckets_for_high_nccl_busbw_makes_every_ranks_part_a_multiple_of_65
             times = 2 if level == "no_shard" else 1
             assert sent_by(ddp, batch()) == times * num_buffers * each * 4
             weights.append(trained(ddp))
-    assert_close(weights)
+    for each in weights:
+        torch.testing.assert_close(each, weights[0], rtol=1e-6, atol=1e-6)
 
 
 @on_ranks(world_size=4)
@@ -258,15 +225,23 @@ def test_average_in_collective_sends_gradients_as_they_are(level: str) -> None:
         ddp = fe.DistributedDataParallel(Dot(128), config_of(level, average_in_collective=average))
         ddp.zero_grad_buffer()
         loss = ddp(x)
-        with sending() as messages:
+        found: list[tuple[Any, torch.Tensor]] = []
+
+        def sent(
+            group: Any, message: torch.Tensor, options: Any = None, found: Any = found
+        ) -> None:
+            if message.dtype != torch.uint8:  # else a small message about the step
+                found.append((options and options.reduceOp, message.clone()))
+
+        with watched(sent, sent):
             loss.backward()
             ddp.finish_grad_sync()
-        ((what, message),) = messages
+        ((operation, message),) = found
         if level == "no_shard":
-            assert what == ("average" if average else "sum")
+            assert (operation == dist.ReduceOp.SUM) is not average
             own = x
         else:
-            assert what == "send"
+            assert operation is None
             own = x.chunk(2)[1 - dist.get_rank()]
         assert torch.equal(message, own / (1 if average else 2))
         assert torch.equal(gradient(ddp), torch.arange(128.0) + 500.0)
@@ -338,3 +313,191 @@ def test_data_parallel_sharding_strategy_says_what_is_cut() -> None:
 def test_outer_dp_sharding_strategy_says_what_is_cut_along_the_outer_axis() -> None:
     for outer in LEVEL_NAMES:
         assert_bytes_at_rest("optim_grads_params", outer, 2, 2)
+
+
+# When: fields that change the order of a step's events, and no number of collectives or bytes.
+
+SIZE = 128  # of each layer: its weight, and its bias at a multiple of 64
+CALLS = [f"call layers.{number}" for number in range(NUM_LAYERS)]
+
+
+class Run:
+    """Steps of a wrapped model, the first of which has shown the order. A layer is a bucket."""
+
+    def __init__(self, level: str, **fields: Any) -> None:
+        torch.manual_seed(0)
+        model = Layers(DIM, NUM_LAYERS)
+        self.timeline = Timeline(model)
+        fields = {"overlap": True, "bucket_size": 65, **fields}
+        self.ddp = fe.DistributedDataParallel(model, config_of(level, **fields))
+        self.engine = self.ddp.engine
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1)
+        self.step(0)
+
+    def step(self, number: int, **options: Any) -> None:
+        batch = vector_batch(2, 10 * number + dist.get_rank(), DIM)[:1]
+        timed_step(self.ddp, self.optimizer, self.timeline, batch, **options)
+
+
+def gathers(level: str) -> list[str]:
+    """Of units where parameters are cut, else of buckets, in forward order."""
+    cut = level == "optim_grads_params"
+    labels = [f"layers.{n}" if cut else f"(bucket {2 - n})" for n in range(NUM_LAYERS)]
+    return [f"all-gather of {label}" for label in labels]
+
+
+def one_by_one(everything: list[str]) -> list[str]:
+    return [each for pair in zip(everything, CALLS, strict=True) for each in pair]
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
+def test_align_param_gather_leaves_gathers_to_start_param_sync(level: str) -> None:
+    everything = gathers(level)
+    for align in (False, True):
+        run = Run(level, align_param_gather=align, suggested_communication_unit_size=10_000)
+        run.step(1)
+        # One by one, each when the first module needs it; cut parameters as always.
+        aligned = align and level != "optim_grads_params"
+        expected = one_by_one(everything) if aligned else [*everything, *CALLS]
+        assert run.timeline.in_phase("forward") == expected
+        run.step(2, param_sync=True)
+        assert run.timeline.in_phase("sync") == everything
+        assert run.timeline.in_phase("forward") == CALLS
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES[1:])
+def test_suggested_communication_unit_size_says_how_much_is_gathered_ahead(level: str) -> None:
+    everything = gathers(level)
+    ahead = [*everything, *CALLS]
+    one_ahead = [*everything[:2], CALLS[0], everything[2], *CALLS[1:]]
+    # Weights that stay whole are brought up to date in memory that is held anyway: all at once.
+    cut = level == "optim_grads_params"
+    expected = {0: one_by_one(everything), 1: one_ahead if cut else ahead, 100 * SIZE: ahead}
+    for budget, events in expected.items():
+        run = Run(level, suggested_communication_unit_size=budget)
+        run.step(1)
+        assert run.engine.budget == budget
+        assert run.timeline.in_phase("forward") == events, budget
+    engine = Run(level).engine
+    # The mean unit, and twice it for gradients; the root, which has no parameters, is none.
+    assert (engine.budget, engine.staging_budget) == (SIZE, (2 * SIZE, 1))
+
+
+@on_ranks(world_size=2)
+def test_suggested_communication_unit_size_bounds_gradient_buffers_in_use() -> None:
+    for budget, most in ((0, 1), (2 * SIZE, 2), (10_000, 3)):
+        run = Run("optim_grads", overlap=False, suggested_communication_unit_size=budget)
+        run.engine.peak_memory_bytes(reset=True)
+        run.step(1)
+        assert run.engine.peak_memory_bytes()["staging"] == most * SIZE * 4
+
+
+CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
+
+
+def expected_phases(
+    levels: Strategy, reduces: bool, is_ahead: bool, num_axes: int
+) -> set[tuple[str, str]]:
+    """(phase, collective) of a step of several microbatches after others."""
+    optim, grad, param = (levels.depth(role) for role in (Role.OPTIM, Role.GRAD, Role.PARAM))
+    found: set[tuple[str, str]] = set()
+    for depth, axis in enumerate(AXIS_BELOW_DEPTH[:num_axes]):
+        suffix = "+outer" if axis is Axis.OUTER else ""
+        gather, reduction = f"all-gather{suffix}", f"reduce-scatter{suffix}"
+        if depth >= optim:
+            reduction = f"all-reduce{suffix}"
+        found.add(("backward" if reduces or depth < grad else "finish", reduction))
+        if depth < param:
+            found |= {("forward", gather), ("backward", gather)}
+        elif depth < optim:
+            # Weights that stay whole along all axes are gathered right after the step.
+            found.add(("forward" if is_ahead or param else "optimizer", gather))
+    return found
+
+
+def batches_of(num_micro: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [vector_batch(2, 10 * number + dist.get_rank()) for number in range(num_micro)]
+
+
+def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> None:
+    """Collectives, their bytes and weights are the same whatever the phases; ``test_counts.py``
+    compares bytes with the levels."""
+    levels, num_axes = Strategy.from_names(inner, outer), len(shape)
+    weights, traffic = [], []
+    for reduces, is_ahead in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(0)
+        fields = {"overlap_grad_reduce": reduces, "overlap_param_gather": is_ahead, **CUT_MODEL}
+        config = config_of(inner, outer, **fields)
+        ddp = fe.DistributedDataParallel(Stack(), config, mesh_of(*shape))
+        optimizer, timeline = torch.optim.SGD(ddp.parameters(), lr=0.1), Timeline()
+        timed_step(ddp, optimizer, timeline, *batches_of(1))
+        messages = Messages()
+        for num_micro in (1, 3):
+            messages.operations.clear()
+            with messages.counting():
+                timed_step(ddp, optimizer, timeline, *batches_of(num_micro))
+                before = messages.operations.copy(), messages.calls.copy()
+                ddp.finish_grad_sync()  # final already
+            assert (messages.operations, messages.calls) == before
+            counts, _ = expected_collectives(ddp.engine, levels, num_micro)
+            kinds = ("all-gather", "reduce-scatter", "all-reduce")
+            found = {k: v for k, v in messages.operations.items() if k.startswith(kinds)}
+            # Along an outer axis of one rank there are none.
+            one_axis = {k: v for k, v in counts.items() if "outer" not in k}
+            assert found == (counts if num_axes == 2 else one_axis), (reduces, num_micro)
+        phases = {
+            (phase, what.partition(" ")[0] + ("+outer" if what.endswith("+outer") else ""))
+            for phase, what in timeline.events
+        }
+        assert phases == expected_phases(levels, reduces, is_ahead, num_axes), reduces
+        traffic.append([sorted(messages.sent.values()), sorted(messages.calls.values())])
+        weights.append(ddp.engine.full_state_dict())
+    assert traffic[1:] == traffic[:1] * 2
+    torch.testing.assert_close(weights[1:], weights[:1] * 2, rtol=0, atol=0)
+
+
+TWO_PAIRS = [("optim", "optim"), ("optim_grads_params", "optim_grads")]
+TWO_AXES = [
+    pytest.param(pair, (2, 2), id=name, marks=() if pair in TWO_PAIRS else pytest.mark.thorough)
+    for pair, name in zip(FEW_PAIRS, FEW_PAIR_NAMES, strict=True)
+]
+ONE_AXIS = [pytest.param((level, "no_shard"), (2,), id=level) for level in LEVEL_NAMES]
+
+
+@pytest.mark.parametrize(("levels", "shape"), TWO_AXES + ONE_AXIS)
+def test_overlap_grad_reduce_and_overlap_param_gather_change_the_phases_of_collectives(
+    ranks: Ranks, levels: tuple[str, str], shape: tuple[int, ...]
+) -> None:
+    ranks.run(count_wrapped, *levels, shape, world_size=math.prod(shape))
+
+
+@on_ranks(world_size=2)
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+def test_calls_that_have_nothing_to_do_send_nothing(level: str) -> None:
+    for overlap in (False, True):
+        ddp = fe.DistributedDataParallel(Stack(), config_of(level, overlap=overlap, **CUT_MODEL))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        timed_step(ddp, optimizer, Timeline(), *batches_of(1))
+        messages = Messages()
+        with messages.counting():
+            ddp.start_grad_sync()
+            ddp.finish_grad_sync()
+            ddp.scale_gradients(0.5)
+            ddp.zero_grad_buffer()
+            ddp.zero_grad_buffer()
+        assert not messages.calls
+        assert not messages.operations
+        ddp.engine.weights_changed()
+        with messages.counting():
+            ddp.start_param_sync(force_sync=True)
+        assert bool(messages.operations) is (level != "no_shard")
+        # Gathered weights are not gathered again until they change.
+        messages.operations.clear()
+        with messages.counting(), torch.no_grad():
+            ddp.start_param_sync()
+            ddp.start_param_sync(force_sync=True)
+            if level != "optim_grads_params":
+                ddp(*batches_of(1)[0])
+        assert not messages.operations

@@ -21,7 +21,7 @@ from fsdp_engine.megatron.finalize_model_grads import AVERAGE_MARK, FIELDS, MARK
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads as finalize
 from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
 from fsdp_engine.strategies import LEVELS
-from tests.megatron.model_parallel import Chunk
+from tests.megatron.configs import Chunk
 from tests.messages import Messages
 from tests.pool import on_ranks
 from tests.reference import full_weights, held

@@ -130,15 +130,6 @@ def test_it_is_taken_for_the_class_that_it_replaces(cls: Any) -> None:
     assert isinstance(ddp, getattr(distributed, cls.__name__))
     assert not isinstance(ddp, distributed.DistributedDataParallel)
     assert utils.unwrap_model([ddp]) == [ddp.module]
-    # Checkpoints are those of the module.
-    config = their_config(data_parallel_sharding_strategy="no_shard")
-    ddp, other = wrapped(cls, config), wrapped(cls, config)
-    train(ddp)
-    assert ddp.state_dict_for_save_checkpoint().keys() == ddp.module.state_dict().keys()
-    for state in (ddp.state_dict(), ddp.engine.full_state_dict()):
-        train(other)
-        other.load_state_dict(state)
-        assert torch.equal(other(batch(5)), ddp(batch(5)))
     # An error on one rank raises on all.
     model = Model()
     given = {"no_such": 1} if dist.get_rank() else {}

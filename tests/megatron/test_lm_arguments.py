@@ -121,18 +121,6 @@ def test_instances_of_the_optimizer_are_rows_of_ranks(outer: str) -> None:
         assert mine == dist.get_process_group_ranks(theirs)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("wrapping", ["", f"{FSDP} optim", "--use-torch-fsdp2"])
-def test_align_param_gather_without_overlap_is_refused(wrapping: str) -> None:
-    args = parse_args(f"{wrapping} --align-param-gather {SHORT}".split())
-    with megatron_core(args):
-        if args.use_torch_fsdp2:  # whose config Megatron-LM makes of one argument alone
-            assert not get_model(args, OURS)[0].ddp_config.align_param_gather
-            return
-        with pytest.raises(ValueError, match="align_param_gather: expected overlap_param_gather"):
-            get_model(args, OURS)
-
-
 @pytest.mark.thorough
 def test_the_example_is_a_program() -> None:
     text = printed(

@@ -5,9 +5,9 @@ by Megatron-Core's checkpointing and by ours.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -19,6 +19,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.buffers.full_values import gather_state
 from fsdp_engine.megatron import get_megatron_optimizer
+from tests.checkpoint.scene import raises_each
 from tests.megatron.configs import LEVEL_NAMES
 from tests.megatron.core_pretrain import (
     WAYS,
@@ -251,13 +252,6 @@ def test_a_checkpoint_without_a_scaler_is_refused_or_leaves_the_scaler_as_it_is(
         assert len(inner.state) == len([*training.ddp.parameters()])
 
 
-UNSUPPORTED: list[tuple[str, Any, str]] = [
-    ("optimizer_cpu_offload", True, "expected False"),
-    ("overlap_param_gather_with_optimizer_step", True, "expected False"),
-    ("optimizer", "muon", "expected one of adam, sgd; found"),
-]
-
-
 @on_ranks(2)
 def test_unsupported_options_raise() -> None:
     job = Job(dtype="bf16", level="optim")
@@ -267,30 +261,31 @@ def test_unsupported_options_raise() -> None:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         training = Training(job)
-        config = OptimizerConfig(lr=0.1, bf16=True, use_distributed_optimizer=True)
-        with pytest.raises(
-            TypeError, match=r"model_chunks: expected modules in .*; found a Linear"
-        ):
-            get_megatron_optimizer(config, [nn.Linear(2, 2)])
-        for name, value, words in UNSUPPORTED:
-            wrong = copy.copy(config)
-            setattr(wrong, name, value)
-            with pytest.raises(ValueError, match=rf"config\.{name}: {words}"):
-                get_megatron_optimizer(wrong, training.model)
-        for method in ("save_parameter_state", "load_parameter_state"):
-            with pytest.raises(RuntimeError, match="--ckpt-format torch_dist"):
-                getattr(training.optimizer, method)("file")
-        with pytest.raises(ValueError, match=r"model_sharded_state_dict: expected an entry for "):
-            training.optimizer.sharded_state_dict({})
+        options = {"lr": 0.1, "bf16": True, "use_distributed_optimizer": True}
+
+        def get(model: Any, **fields: Any) -> Any:
+            config = OptimizerConfig(**options)
+            vars(config).update(fields)
+            return partial(get_megatron_optimizer, config, model)
+
         # Weights in a narrow dtype alone.
         narrow = fe.DistributedDataParallelConfig(
             use_distributed_optimizer=True, preserve_fp32_weights=False
         )
         model_config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
         ddp = fe.DistributedDataParallel(model_config, narrow, nn.Linear(4, 4).bfloat16())
-        config = OptimizerConfig(lr=0.1, bf16=True)
-        with pytest.raises(ValueError, match="preserve_fp32_weights: expected True"):
-            get_megatron_optimizer(config, [ddp])
-        own = fe.Checkpointer("unused", ddp.engine, get_theirs(config, [ddp]))
-        with pytest.raises(ValueError, match="optimizer: expected one that steps the main weights"):
-            own.save(0)
+        plain = get_theirs(OptimizerConfig(lr=0.1, bf16=True), [ddp])
+        own = fe.Checkpointer("unused", ddp.engine, plain)
+        optimizer, model = training.optimizer, training.model
+        beside = "overlap_param_gather_with_optimizer_step"
+        raises_each(
+            (TypeError, r"model_chunks: .*; found a Linear", get([nn.Linear(2, 2)])),
+            (ValueError, "config.optimizer_cpu_.*False", get(model, optimizer_cpu_offload=True)),
+            (ValueError, f"config.{beside}: expected False", get(model, **{beside: True})),
+            (ValueError, "config.optimizer: expected one of adam", get(model, optimizer="muon")),
+            (RuntimeError, "format torch_dist", partial(optimizer.save_parameter_state, "file")),
+            (RuntimeError, "format torch_dist", partial(optimizer.load_parameter_state, "file")),
+            (ValueError, "model_sharded_state_dict: ", partial(optimizer.sharded_state_dict, {})),
+            (ValueError, "preserve_fp32_weights: expected True", get([ddp])),
+            (ValueError, "optimizer: expected one that steps the main", partial(own.save, 0)),
+        )

@@ -1,14 +1,16 @@
-"""Twenty small models of transformers, of different families."""
+"""Twenty small models of transformers, of different families, and their folders."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 _SMALL = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 48}
 _SMALL |= {"intermediate_size": 24}
@@ -77,3 +79,18 @@ def builder(family: str) -> Callable[[], nn.Module]:
             return build(family)
 
     return make
+
+
+def in_files(folder: Path) -> dict[str, Tensor]:
+    return {
+        name: tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def read_by_transformers(family: str, folder: str) -> dict[str, Tensor]:
+    """All parameters and buffers, those that are not saved, too."""
+    name, *_ = FAMILIES[family]
+    model = getattr(transformers, name).from_pretrained(folder)
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

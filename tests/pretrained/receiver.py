@@ -39,12 +39,7 @@ def of_all_ranks(items: Iterable[Any]) -> Iterator[Any]:
 
 
 class Receiver:
-    """Weights elsewhere, for tensors like these. They begin as something that no model has.
-
-    Attributes:
-        weights: by name.
-        num_written: how often each element was written.
-    """
+    """Weights elsewhere, which begin as something that no model has, and counts of writes."""
 
     def __init__(self, like: dict[str, Tensor]) -> None:
         self.weights = {
@@ -119,11 +114,7 @@ def sent_state(engine: fe.Engine, dtype: torch.dtype | None) -> dict[str, Tensor
 
 
 class Link:
-    """A stream of a model's weights, and its receiver.
-
-    Args:
-        form: ``whole``, ``pieces`` or ``changes``.
-    """
+    """A stream of a model's weights in a form (whole, pieces or changes), and its receiver."""
 
     def __init__(
         self, engine: fe.Engine, form: str = "changes", dtype: torch.dtype | None = torch.bfloat16

@@ -1,7 +1,11 @@
-"""``fe.load_pretrained`` reads, bit for bit, what ``from_pretrained`` reads; and saves it so."""
+"""``fe.load_pretrained`` reads, bit for bit, what ``from_pretrained`` reads; and what
+``fe.save_pretrained`` writes, transformers reads so."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import warnings
 from contextlib import closing, nullcontext
 from functools import partial
@@ -19,10 +23,10 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import reader
 from tests import reference
-from tests.checkpoint.scene import different, on_rank_0, raises_each, shared_folder
+from tests.checkpoint.scene import different, failing, on_rank_0, raises_each, shared_folder, update
 from tests.pool import Ranks, on_few_ranks, on_ranks
-from tests.pretrained.families import FAMILIES, build, builder
-from tests.pretrained.folders import in_files, read_by_transformers
+from tests.pretrained.families import FAMILIES, build, builder, in_files, read_by_transformers
+from tests.processes import printed, start
 
 
 def loaded_and_saved(family: str, folder: str, level: str) -> list[str]:
@@ -73,32 +77,6 @@ def not_strict(engine: Any, folder: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return fe.load_pretrained(engine, folder, strict=False)
-
-
-@on_ranks(2)
-def test_missing_and_unexpected_tensors_are_listed_before_anything_is_changed() -> None:
-    torch.manual_seed(0)
-    folder = saved(build("llama"))
-    tensors = load_file(f"{folder}/model.safetensors")
-    tensors["model.extra.weight"] = torch.ones(2)
-    tensors["model.norm.weight"] = torch.ones(3)
-    del tensors["lm_head.weight"]
-    on_rank_0(lambda: save_file(tensors, f"{folder}/model.safetensors", {"format": "pt"}))
-    model = builder("llama")()
-    fe.shard(model)
-    before = reference.full_weights(model)
-    with pytest.raises(ValueError, match="found 3 that differ") as caught:
-        fe.load_pretrained(model, folder)
-    for part in (
-        "missing lm_head.weight: expected",
-        "unexpected model.extra.weight: expected nothing",
-        "model.norm.weight: expected",
-    ):
-        assert part in str(caught.value)
-    # Another shape is an error in any case.
-    with pytest.raises(ValueError, match="found 1 that differ"):
-        fe.load_pretrained(model, folder, strict=False)
-    assert different(reference.full_weights(model), before) == []
 
 
 def classifier() -> nn.Module:
@@ -214,7 +192,7 @@ def test_what_cannot_give_itself_values_may_be_empty() -> None:
 
 
 @on_ranks(2)
-def test_values_are_cast_and_trained_on() -> None:
+def test_values_are_cast_and_trained_on_and_saved_in_another_dtype() -> None:
     torch.manual_seed(1)
     folder = saved(build("mixtral").to(torch.bfloat16))
     model = builder("mixtral")()
@@ -226,8 +204,14 @@ def test_values_are_cast_and_trained_on() -> None:
     expected = plain(input_ids=tokens, labels=tokens).loss
     found = model(input_ids=tokens, labels=tokens).loss
     assert torch.equal(found, expected)
-    found.backward()
-    assert engine.clip_grad_norm_(1.0) > 0
+    before = engine.full_tensor("lm_head.weight")
+    update(found, reference.sgd(model.parameters()))
+    assert not torch.equal(engine.full_tensor("lm_head.weight"), before)
+    fe.save_pretrained(engine, f"{folder}/trained", torch.bfloat16)
+    again = transformers.MixtralForCausalLM.from_pretrained(f"{folder}/trained")
+    assert again.dtype is torch.bfloat16
+    for name, value in again.named_parameters():
+        assert torch.equal(value.detach(), engine.full_tensor(name).bfloat16()), name
 
 
 @on_ranks(2)
@@ -242,16 +226,25 @@ def test_names_of_any_model_are_mapped_by_patterns() -> None:
 
 
 @on_ranks(2)
-def test_two_tensors_for_one_name_and_models_without_an_engine_are_refused() -> None:
+def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+    """``test_hugging_face.py`` has all that may be wrong with a folder."""
     folder = written({"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, "m")
+    other = written({"0.weight": torch.ones(3), "1.weight": torch.ones(1)})
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
-    with pytest.raises(ValueError, match=r"model_or_engine: expected what fe\.shard"):
-        fe.load_pretrained(model, folder)
+    load = partial(fe.load_pretrained, model)
+    raises_each((ValueError, r"model_or_engine: expected what fe\.shard", partial(load, folder)))
     fe.shard(model, initial_values="rank0")
-    with pytest.raises(ValueError, match=r"found a\.weight in m\.safetensors and b\.weight"):
-        fe.load_pretrained(model, folder, key_mapping={"^[ab]": "0"})
-    with pytest.raises(FileNotFoundError):
-        fe.load_pretrained(model, f"{folder}/nowhere")
+    before = reference.full_weights(model)
+    two = r"found a\.weight in m\.safetensors and b\.weight"
+    raises_each(
+        (ValueError, two, partial(load, folder, key_mapping={"^[ab]": "0"})),
+        (FileNotFoundError, "nowhere", partial(load, f"{folder}/nowhere")),
+        (ValueError, r"missing 0\.weight(.|\n)*unexpected a\.weight", partial(load, folder)),
+        (ValueError, "found 2 that differ", partial(load, other)),
+        # Another shape is an error in any case.
+        (ValueError, "found 1 that differ", partial(load, other, strict=False)),
+    )
+    assert different(reference.full_weights(model), before) == []
 
 
 def bytes_read(folder: str, family: str) -> tuple[int, int]:
@@ -269,3 +262,114 @@ def test_a_rank_reads_what_it_owns(ranks: Ranks, tmp_path: Path, family: str) ->
     build(family).save_pretrained(tmp_path)
     for read, held in ranks.run(bytes_read, str(tmp_path), family, world_size=4):
         assert 0 < held <= read <= 1.1 * held
+
+
+@on_ranks(2)
+def test_a_failure_leaves_the_older_model() -> None:
+    folder = shared_folder()
+    model = build("llama")
+    engine = fe.shard(model, initial_values="rank0")
+    fe.save_pretrained(engine, folder)
+    before = in_files(Path(folder))
+    with failing(os, "pwrite"), pytest.raises(OSError, match="No space left"):
+        fe.save_pretrained(engine, folder)
+    assert (Path(folder) / "config.json").is_file()
+    assert not (Path(folder) / "config.json.before").exists()
+    assert in_files(Path(folder)).keys() == before.keys()
+    transformers.LlamaForCausalLM.from_pretrained(folder)
+
+
+KILLED = """
+import os, signal, sys
+import torch
+import fsdp_engine as fe
+from tests.pretrained.families import build, in_files
+
+folder, count = sys.argv[1], int(sys.argv[2])
+torch.manual_seed(1)
+model = build("llama")
+fe.shard(model)
+pwrite, replace = os.pwrite, os.replace
+left = [count]
+
+
+def counted(function):
+    def call(*arguments):
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left[0] -= 1
+        return function(*arguments)
+
+    return call
+
+
+os.pwrite, os.replace = counted(pwrite), counted(replace)
+fe.save_pretrained(model, folder, max_shard_size="6KB")
+print("done", count - left[0])
+"""
+
+
+@pytest.mark.thorough
+def test_a_kill_leaves_nothing_that_is_taken_for_a_model(tmp_path: Path) -> None:
+    theirs = tmp_path / "older"
+    build("llama").save_pretrained(theirs)
+
+    calls = int(printed("-c", KILLED, str(tmp_path / "whole"), "10000").split()[-1])
+    transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole")
+    for number, count in enumerate((0, 1, calls // 2, calls - 1)):
+        folder = tmp_path / str(number)
+        shutil.copytree(theirs, folder)
+        killed = start("-c", KILLED, str(folder), str(count))
+        killed.communicate(timeout=300)
+        assert killed.returncode == -signal.SIGKILL
+        if count:
+            with pytest.raises((OSError, ValueError)):
+                transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        else:  # nothing has changed yet
+            transformers.LlamaForCausalLM.from_pretrained(folder)
+
+
+@on_ranks(2)
+def test_other_models_are_refused() -> None:
+    folder = shared_folder()
+    model = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"model_or_engine: expected what fe\.shard"):
+        fe.save_pretrained(model, folder)
+    fe.shard(model, initial_values="rank0")
+    no_library = "expected a model of transformers or diffusers; found Sequential.*export_safetens"
+    with pytest.raises(TypeError, match=no_library):
+        fe.save_pretrained(model, folder)
+    assert not list(Path(folder).iterdir())
+
+
+class Denoiser(nn.Module):
+    """A model that writes its config itself, as those of diffusers do."""
+
+    config_name = "config.json"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        return self.leave(self.enter(noisy))
+
+    def save_config(self, folder: str) -> None:
+        (Path(folder) / self.config_name).write_text('{"_class_name": "Denoiser"}')
+
+
+@pytest.mark.parametrize("size", ["5GB", 200])
+@on_ranks(2)
+def test_a_model_of_diffusers_has_its_own_names_of_files(size: int | str) -> None:
+    folder = Path(shared_folder())
+    engine = fe.shard(Denoiser(), strategy="optim_grads_params")
+    fe.save_pretrained(engine, folder, max_shard_size=size)
+    index = (folder / "diffusion_pytorch_model.safetensors.index.json").is_file()
+    assert index is (size == 200)
+    assert all(path.name.startswith("diffusion_") for path in folder.glob("*.safetensors"))
+    assert (folder / "config.json").read_text() == '{"_class_name": "Denoiser"}'
+    whole = engine.full_state_dict()
+    assert different(in_files(folder), whole) == []
+    other = fe.shard(Denoiser(), strategy="optim")
+    fe.load_pretrained(other, folder)
+    assert different(other.full_state_dict(), whole) == []
