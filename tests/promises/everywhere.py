@@ -82,7 +82,7 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
     @functools.wraps(check)
     def test(ranks: Ranks, num_ranks: int) -> None:
         __tracebackhide__ = True
-        call = (_run_at_places, check.__module__, check.__qualname__)
+        call = (run_at_places, check.__module__, check.__qualname__)
         ranks.run(*call, world_size=num_ranks, timeout=TIMEOUT_SECONDS)
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -91,7 +91,7 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
     return test
 
 
-def _run_at_places(module: str, name: str) -> None:
+def run_at_places(module: str, name: str) -> None:
     # The module's attribute is the test; functools.wraps left the check on it.
     check = getattr(importlib.import_module(module), name).__wrapped__
     try:
