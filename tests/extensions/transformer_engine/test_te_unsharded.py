@@ -8,17 +8,20 @@ import pytest
 
 from tests.extensions.transformer_engine import te_unsharded
 from tests.extensions.transformer_engine.te_on_cpu import RECIPES
-from tests.extensions.transformer_engine.te_training import LEVELS
+from tests.extensions.transformer_engine.te_training import CUT, LEVELS
 from tests.pairs import FEW_PAIRS
 from tests.pool import Ranks
-
-pytestmark = pytest.mark.thorough
-
 
 ONE_AXIS = [(world, (level, None)) for world in (1, 2) for level in LEVELS]
 
 
-@pytest.mark.parametrize(("world", "pair"), [*ONE_AXIS, *((4, pair) for pair in FEW_PAIRS)])
+@pytest.mark.parametrize(
+    ("world", "pair"),
+    [
+        pytest.param(*case, marks=() if case == (2, (CUT, None)) else pytest.mark.thorough)
+        for case in [*ONE_AXIS, *((4, pair) for pair in FEW_PAIRS)]
+    ],
+)
 def test_sharded_training_is_training_by_transformer_engine_alone(
     ranks: Ranks, world: int, pair: tuple[str, str | None]
 ) -> None:
