@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.extensions.transformer_engine import te_kernels
-from tests.extensions.transformer_engine.te_reference import Quantised, dequantise
+from tests.extensions.transformer_engine.te_reference import MAX, Quantised, dequantise
 
 # Not among the packages: what looks for the library (peft) would import it, and fail.
 PYTHON_FILES = Path(sys.prefix) / "transformer_engine_python"
 RECIPES = ("delayed", "current", "block", "mxfp8")
+MAX_OF_E5M2 = 57344.0
 # Where a module's weight stands among the tensors of its forward: input, weight, output.
 WEIGHT = 1
 
@@ -291,19 +292,14 @@ class QuantisedLinear(nn.Module):
 
     @torch.no_grad()
     def update_scales(self) -> None:
+        from transformer_engine.pytorch.quantization import _amax_and_scale_update
+
         recipe = self.fp8_meta["recipe"]
         if not recipe.delayed():
             return
-        for key in ("scaling_fwd", "scaling_bwd"):
+        for key, maximum in (("scaling_fwd", MAX), ("scaling_bwd", MAX_OF_E5M2)):
             state = self.fp8_meta[key]
-            te_kernels.fused_amax_and_scale_update_after_reduction(
-                state.amax_history[0].clone(),
-                [state.amax_history],
-                [state.scale],
-                recipe.amax_compute_algo,
-                int(state.dtype),
-                recipe.margin,
-            )
+            _amax_and_scale_update(state.amax_history, state.scale, maximum, recipe)
 
     def get_extra_state(self) -> Tensor:
         """Nothing, or with delayed scaling the bytes of a pickle."""
