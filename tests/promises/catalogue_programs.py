@@ -37,12 +37,87 @@ def _scale_data(s: Scene) -> None:
         p.data.clamp_(-0.1, 0.1)
 
 
+@torch.no_grad()
+def _copy(s: Scene) -> None:
+    for p in s.model.parameters():
+        whole = s.full(p.detach()).clone()
+        for factor in (0.01, -0.02, 0.01):  # moved by noise, and back
+            p.copy_(s.full(p.detach()) + factor * torch.sin(torch.ones(p.shape).cumsum(0)))
+        p.copy_(whole * 0.5)
+
+
+def _by_hand(s: Scene) -> None:
+    for _ in range(2):
+        s.backward()
+        with torch.no_grad():
+            for p in s.model.parameters():
+                p -= 0.1 * p.grad
+                p.grad = None
+
+
+def _of_another(s: Scene) -> None:
+    torch.default_generator.manual_seed(3)
+    teacher = Model()
+    s.model.load_state_dict(teacher.state_dict())
+    with torch.no_grad():
+        target = teacher(s.x)
+    F.mse_loss(s.model(s.x), target + 1).backward()
+
+
 catalogue.changes(
     {
         "p.data = ...": _set_data,
         ("p.data.mul_()", "weights clamped after each step (p.data.clamp_)"): _scale_data,
+        (
+            "p.copy_() of a whole tensor",
+            "evolution strategies: weights moved by seeded noise, and back",
+        ): _copy,
+        "SGD by hand: p -= lr * p.grad": _by_hand,
+        "weights of an unsharded model: teacher and student": _of_another,
     }
 )
+
+
+@tries(
+    "weights swapped with their average for an evaluation (p.data)",
+    "an average of weights by hand (EMA)",
+    "an average by torch._foreach_lerp_, copied in and out",
+    "Lookahead: slow weights by hand",
+    "sharpness-aware minimisation (SAM)",
+)
+def _averages(s: Scene) -> Any:
+    params, losses = list(s.model.parameters()), s.train()
+    average = [p.detach().clone() for p in params]
+    for _ in range(2):  # swapped in, and out
+        for index, p in enumerate(params):
+            p.data, average[index] = average[index], p.data
+        with torch.no_grad():
+            losses.append(s.mean_loss())
+    losses += s.train()
+    with torch.no_grad():
+        torch._foreach_lerp_(average, params, 0.5)
+        for each, p in zip(average, params, strict=True):
+            each.mul_(0.9).add_(p.detach(), alpha=0.1)
+        kept = [p.clone() for p in params]
+        torch._foreach_copy_(params, average)
+        losses.append(s.mean_loss())
+        torch._foreach_copy_(params, kept)
+        for each, p in zip(average, params, strict=True):
+            each += 0.5 * (p - each)
+            p.copy_(each)
+    optimizer = s.sgd()
+    s.backward()
+    grads = [p.grad.clone() for p in params]
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, g in zip(params, grads, strict=True):
+                p.add_(g, alpha=0.05 * sign)
+        if sign == 1:
+            optimizer.zero_grad()
+            s.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return losses, average, s.train()
 
 
 # --- models of other forms ---
