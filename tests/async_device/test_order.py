@@ -17,25 +17,6 @@ ranks = device.ranks
 either = pytest.mark.parametrize("waits", [True, False], ids=["waits", "does_not_wait"])
 
 
-@either
-@on_ranks(1)
-def test_a_stream_that_does_not_wait_for_another_reads_what_is_not_there_yet(waits: bool) -> None:
-    side = torch.deferred.Stream()
-    x = torch.full((5,), 3.0, device=on.DEVICE)
-    torch.accelerator.synchronize()
-    with on.held():
-        y = x * 2
-        if waits:
-            side.wait_stream(torch.deferred.current_stream())
-        with torch.deferred.stream(side):
-            z = y + 1
-        if not waits:
-            side.synchronize()
-    side.synchronize()
-    with torch.deferred.stream(side):
-        assert (z.cpu() == 7).all() if waits else z.cpu().isnan().all()
-
-
 @pytest.mark.parametrize("records", [True, False], ids=["recorded", "not_recorded"])
 @on_ranks(1)
 def test_memory_that_another_stream_reads_is_reused_at_once_unless_it_is_recorded(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -408,13 +408,11 @@ def _shown(value: Any) -> str:
     return str(value) if not callable(value) or isinstance(value, type) else "f"
 
 
-def try_all(
-    mesh: DeviceMesh, names: Iterable[str] | None = None
-) -> dict[str, list[tuple[str, Outcome]]]:
+def try_all(mesh: DeviceMesh) -> dict[str, list[tuple[str, Outcome]]]:
     """Outcomes by name. Every rank must call alike."""
     plain, ours = kits(mesh)
     tried = public_names()
-    chosen = [name for name in names or tried if reason_not_here(name) is None]
+    chosen = [name for name in tried if reason_not_here(name) is None]
     rank, size = mesh.get_local_rank(), mesh.size()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

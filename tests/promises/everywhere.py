@@ -82,7 +82,7 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
     @functools.wraps(check)
     def test(ranks: Ranks, num_ranks: int) -> None:
         __tracebackhide__ = True
-        call = (_run_at_places, check.__module__, check.__qualname__)
+        call = (run_at_places, check.__module__, check.__qualname__)
         ranks.run(*call, world_size=num_ranks, timeout=TIMEOUT_SECONDS)
 
     either = inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -91,7 +91,7 @@ def everywhere(check: Callable[[Place], None]) -> Callable[..., None]:
     return test
 
 
-def _run_at_places(module: str, name: str) -> None:
+def run_at_places(module: str, name: str) -> None:
     # The module's attribute is the test; functools.wraps left the check on it.
     check = getattr(importlib.import_module(module), name).__wrapped__
     try:
@@ -121,7 +121,6 @@ def assert_as_alone(
     *acts: Act | tuple[Act, bool],
     clear: Sequence[bool] = (True, True),
     shape: tuple[int, ...] = (4, 6),
-    optimizer: reference.OptimizerMaker = reference.sgd,
     rtol: float = 2e-5,
     atol: float = 1e-6,
     **options: Any,
@@ -138,7 +137,7 @@ def assert_as_alone(
     alone = deepcopy(model)
     engine = place.shard(model, **options)
     world, rank = dist.get_world_size(), dist.get_rank()
-    optimizers = [optimizer(each.parameters()) for each in (model, alone)]
+    optimizers = [reference.sgd(each.parameters()) for each in (model, alone)]
     for step, to_none in enumerate(clear):
         for number, act in enumerate(acts or [mean_square]):
             act, sync = act if isinstance(act, tuple) else (act, True)
@@ -153,23 +152,14 @@ def assert_as_alone(
                 expected = act(alone, x)
                 if expected is not None:
                     (expected / world).backward()
-        assert_same_gradients(model, alone, rtol=rtol, atol=atol)
+        for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
+            assert (param.grad is None) == (wanted.grad is None), f"{name}: {param.grad}"
+            if param.grad is not None and wanted.grad is not None:
+                found = reference.held(param.grad)
+                expected = reference.slice_like(wanted.grad, param.grad)
+                torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=name)
         for each in optimizers:
             each.step()
             each.zero_grad(set_to_none=to_none)
     reference.assert_same_weights(model, alone, rtol=rtol, atol=atol)
     return engine
-
-
-def assert_same_gradients(
-    model: nn.Module, alone: nn.Module, rtol: float = 2e-5, atol: float = 1e-6
-) -> None:
-    """Gradients are those of one process; where it has none, there are none."""
-    for (name, param), wanted in zip(model.named_parameters(), alone.parameters(), strict=True):
-        assert (param.grad is None) == (wanted.grad is None), f"{name}: {param.grad}"
-        if param.grad is not None and wanted.grad is not None:
-            found, expected = (
-                reference.held(param.grad),
-                reference.slice_like(wanted.grad, param.grad),
-            )
-            torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, msg=name)

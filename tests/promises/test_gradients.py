@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -12,30 +11,29 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from tests import reference
+from tests.pool import RankError, Ranks
 from tests.promises.everywhere import (
     Act,
     Place,
     assert_as_alone,
-    assert_same_gradients,
     everywhere,
     mean_square,
+    run_at_places,
 )
+from tests.runtime.habits import Hidden
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lin = nn.Linear(6, 6)
-        self.penalty: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = torch.tanh(self.lin(x))
-        self.penalty = self.lin(y).square().mean()
-        return x + y
+        return x + torch.tanh(self.lin(x))
 
 
 class Net(nn.Module):
-    """Blocks that keep a loss of their own, a parameter of the root, and one that is not used."""
+    """Blocks, a parameter of the root, and a layer that is not always used."""
 
     def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
@@ -47,32 +45,6 @@ class Net(nn.Module):
     def forward(self, x: Any, everything: bool = False) -> Any:
         out = self.head(self.blocks(x * self.scale))
         return out + self.unused(out) if everything else out
-
-
-class Ignoring(nn.Module):
-    """Its blocks ignore an input, which a layer computes."""
-
-    class Block(nn.Linear):
-        def forward(self, x: Tensor, ignored: Tensor) -> Tensor:  # type: ignore[override]
-            return torch.tanh(super().forward(x))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([self.Block(6, 6), self.Block(6, 6)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        y, ignored = self.one(x), self.other(x)
-        for block in self.blocks:
-            y = block(y, ignored)
-        return y
-
-
-class Hidden:
-    """A user's own class, in which tensors are not found."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
 
 
 class HidingBlock(Block):
@@ -102,6 +74,10 @@ def encode(model: Any, x: Tensor) -> Tensor:
     return mean_square(model.blocks, x)
 
 
+def everything(model: Any, x: Tensor) -> Tensor:
+    return model(x, everything=True).square().mean()  # type: ignore[no-any-return]
+
+
 def penalty(model: Any, x: Tensor) -> Tensor:
     return torch.stack([p.square().sum() for p in model.parameters()]).sum() * 0.1
 
@@ -112,14 +88,6 @@ def before(model: Any, x: Tensor) -> Tensor:
 
 def after(model: Any, x: Tensor) -> Tensor:
     return mean_square(model, x) + penalty(model, x)
-
-
-def auxiliary(model: Any, x: Tensor) -> Tensor:
-    loss = mean_square(model, x)
-    for block in model.blocks:
-        loss = loss + block.penalty
-        block.penalty = None  # its graph would keep the engine and its groups
-    return loss
 
 
 # --- what users do to gradients ---
@@ -165,57 +133,35 @@ edits: list[Act | tuple[Act, bool]]
 edits = [plain, halve, plain, drop_some, plain, add, plain, clip, (plain, False), plain, drop_some]
 cleared: list[Act | tuple[Act, bool]]
 cleared = [(plain, False), clear, (plain, False), zero, (encode, False), encode]
-Steps = tuple[Callable[[], nn.Module], list[Act | tuple[Act, bool]], tuple[bool, ...]]
-# A model, the acts of a step, and for each step whether zero_grad sets to None.
-CASES: dict[str, Steps] = {
-    "a gradient that is truly zero": (Net, [lambda m, x: plain(m, x) * 0.0, plain], (True, True)),
-    "a unit outside the root": (Net, [(first, False), (first, False), plain], (True, False)),
-    "a unit alone, from zeros on": (Net, [first], (False, False, True, True)),
+# The acts of a step, and for each step whether zero_grad sets to None.
+CASES: dict[str, tuple[list[Act | tuple[Act, bool]], tuple[bool, ...]]] = {
+    "a gradient that is truly zero": ([lambda m, x: plain(m, x) * 0.0, plain], (True, True)),
+    "a unit outside the root": ([(first, False), (first, False), plain], (True, False)),
+    "a unit alone, from zeros on": ([first], (False, False, True, True)),
     "a child in place of the model": (
-        Net,
         [(encode, False), (plain, False), (encode, False), encode],
         (True, False, True),
     ),
-    "penalties in microbatches": (Net, [(after, False), (before, False), after], (False, True)),
-    "penalties in two backwards": (Net, [before, after], (False, True)),
-    "a penalty alone": (Net, [penalty], (True, False)),
-    "a loss that a module keeps": (Net, [auxiliary], (True, False, True)),
-    "backwards and microbatches": (Net, [plain, (plain, False), plain], (False, True)),
-    "edited": (Net, edits, (True, True)),
-    "set": (Net, [set_some, plain, set_some, (plain, False), plain], (True, True)),
-    "cleared between microbatches": (Net, cleared, (True, True)),
-    "an input that is ignored": (Ignoring, [plain], (True, True)),
+    "penalties in microbatches": ([(after, False), (before, False), after], (False, True)),
+    "penalties in two backwards": ([before, after], (False, True)),
+    "a penalty alone": ([penalty], (True, False)),
+    "plain training": ([plain], (True, True)),
+    "backwards and microbatches": ([plain, (plain, False), plain], (False, True)),
+    "edited": (edits, (True, True)),
+    "set": ([set_some, plain, set_some, (plain, False), plain], (True, True)),
+    "cleared between microbatches": (cleared, (True, True)),
+    "zeros where nothing comes": ([everything, zero, plain], (False, False)),
 }
 
 
 @everywhere
 def test_gradients_are_those_of_one_process(place: Place) -> None:
-    for name, (make, acts, to_none) in CASES.items():
-        model = make()
+    for name, (acts, to_none) in CASES.items():
         try:
-            assert_as_alone(place, model, *acts, clear=to_none)
+            assert_as_alone(place, Net(), *acts, clear=to_none)
         except Exception as error:
             error.add_note(name)
             raise
-        for block in getattr(model, "blocks", ()):
-            block.penalty = None
-
-
-@everywhere
-def test_a_gradient_that_was_zeroed_stays_zeros_where_nothing_comes(place: Place) -> None:
-    model = Net()
-    alone = copy.deepcopy(model)
-    place.shard(model)
-    x = torch.ones(2, 6)
-    for each in (model, alone):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
-        for everything in (True, False, False):
-            each(x, everything).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-        each(x).sum().backward()
-    assert_same_gradients(model, alone)
-    reference.assert_same_weights(model, alone)
 
 
 @everywhere
@@ -252,15 +198,10 @@ def test_what_is_reduced_is_not_rounded_again_by_a_narrow_wire(place: Place) -> 
 
 
 @everywhere
-def test_gradients_edited_between_microbatches_are_refused_by_name(place: Place) -> None:
-    model = Net()
-    engine = place.shard(model)
-    x = torch.ones(2, 6)
-    with engine.no_sync():
-        plain(model, x).backward()
-    assert model.head.weight.grad is not None
-    model.head.weight.grad.mul_(0.5)
-    with pytest.raises(RuntimeError, match=r"\.grad of head\.weight .* between microbatches"):
-        plain(model, x).backward()
-    engine.reset()
-    plain(model, x).backward()
+def broken_promise(place: Place) -> None:
+    assert place.inner != "optim_grads"
+
+
+def test_a_place_at_which_a_promise_breaks_is_named(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"at Place.*optim_grads'"):
+        ranks.run(run_at_places, __name__, "broken_promise", world_size=2)

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from tests.extensions.transformer_engine.te_reference import (
-    MAX,
     TILE,
     Quantised,
     block_amax,
@@ -88,7 +87,6 @@ def module() -> types.ModuleType:
         multi_tensor_scale,
         multi_tensor_compute_scale_and_scale_inv,
         multi_tensor_compute_scale_inv_e8m0,
-        fused_amax_and_scale_update_after_reduction,
         fp8_block_scaling_compute_partial_amax,
         fp8_block_scaling_partial_cast,
         mxfp8_scaling_compute_partial_amax,
@@ -142,28 +140,6 @@ def multi_tensor_compute_scale_inv_e8m0(
     _check(lists[0][0].dtype == torch.bfloat16, "amax should be bf16")
     for amax, scale_inv in zip(*lists, strict=True):
         scale_inv.copy_(exponent_of(amax))
-
-
-def fused_amax_and_scale_update_after_reduction(
-    amaxes: Tensor,
-    histories: list[Tensor],
-    scales: list[Tensor],
-    algorithm: str,
-    dtype: int,
-    margin: float,
-) -> None:
-    """Delayed scaling at a step's end. Row 0 of a history is this step's, ``amaxes`` takes its
-    place; the others are older, from row 1, the oldest, on."""
-    maximum = MAX if dtype == DType.kFloat8E4M3 else 57344.0
-    for amax, history, scale in zip(
-        amaxes.split([scale.numel() for scale in scales]), histories, scales, strict=True
-    ):
-        rolled = torch.cat([history[1:], amax[None]])
-        seen = rolled.amax(0) if algorithm == "max" else amax
-        new = scale_of(seen, False, maximum * 2.0**-margin)
-        scale.copy_(torch.where((seen > 0) & seen.isfinite(), new, scale))
-        rolled[0] = 0
-        history.copy_(rolled)
 
 
 # Parts of a weight, from ``start`` on.

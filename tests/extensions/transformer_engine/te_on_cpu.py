@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.extensions.transformer_engine import te_kernels
-from tests.extensions.transformer_engine.te_reference import Quantised, dequantise
+from tests.extensions.transformer_engine.te_reference import MAX, Quantised, dequantise
 
 # Not among the packages: what looks for the library (peft) would import it, and fail.
 PYTHON_FILES = Path(sys.prefix) / "transformer_engine_python"
 RECIPES = ("delayed", "current", "block", "mxfp8")
+MAX_OF_E5M2 = 57344.0
 # Where a module's weight stands among the tensors of its forward: input, weight, output.
 WEIGHT = 1
 
@@ -77,7 +78,7 @@ def load() -> None:
             pytorch=framework,
         )
         # In this order: the other way round there is a circle of imports.
-        for name in ("tensor.utils", "quantization", "_extra_state"):
+        for name in ("tensor.utils", "quantization"):
             importlib.import_module(f"transformer_engine.pytorch.{name}")
     for name, each in list(sys.modules.items()):
         if name.startswith("transformer_engine.pytorch") and _TN in vars(each):
@@ -268,9 +269,6 @@ class QuantisedLinear(nn.Module):
         self.primary_weights_in_fp8 = True  # as modules built under quantized_model_init say
         made = make_recipe(recipe)
         self.fp8_meta: dict[str, Any] = {
-            "fp8_checkpoint": True,
-            "fp8_group": None,
-            "num_gemms": 1,
             "recipe": made,
             "scaling_fwd": make_state(made, "forward"),
             "scaling_bwd": make_state(made, "backward"),
@@ -291,43 +289,23 @@ class QuantisedLinear(nn.Module):
 
     @torch.no_grad()
     def update_scales(self) -> None:
+        from transformer_engine.pytorch.quantization import _amax_and_scale_update
+
         recipe = self.fp8_meta["recipe"]
         if not recipe.delayed():
             return
-        for key in ("scaling_fwd", "scaling_bwd"):
+        for key, maximum in (("scaling_fwd", MAX), ("scaling_bwd", MAX_OF_E5M2)):
             state = self.fp8_meta[key]
-            te_kernels.fused_amax_and_scale_update_after_reduction(
-                state.amax_history[0].clone(),
-                [state.amax_history],
-                [state.scale],
-                recipe.amax_compute_algo,
-                int(state.dtype),
-                recipe.margin,
-            )
+            _amax_and_scale_update(state.amax_history, state.scale, maximum, recipe)
 
     def get_extra_state(self) -> Tensor:
         """Nothing, or with delayed scaling the bytes of a pickle."""
-        from transformer_engine.pytorch._extra_state import is_stateless_recipe
-
-        recipe = self.fp8_meta["recipe"]
-        if is_stateless_recipe(recipe):
-            return torch.empty(0, dtype=torch.uint8)
-        state: dict[str, Any] = {"recipe": recipe}
-        for direction in ("fwd", "bwd"):
-            kept = self.fp8_meta[f"scaling_{direction}"]
-            state[f"scale_{direction}"] = kept.scale.clone()
-            state[f"amax_history_{direction}"] = kept.amax_history.clone()
-        state["extra_fp8_variables"] = {"fp8_checkpoint": True, "num_gemms": 1}
-        return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)
+        is_delayed = self.fp8_meta["recipe"].delayed()
+        state = pickle.dumps({"recipe": self.fp8_meta["recipe"]}) if is_delayed else b""
+        return torch.tensor(list(state), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Takes nothing, refuses a pickle as Transformer Engine does by default."""
-        from transformer_engine.pytorch._extra_state import should_load_extra_state_pickle
-
-        if state.numel():
-            assert not should_load_extra_state_pickle(
-                state.numpy().tobytes(), type(self).__name__
-            ), "the tests do not opt in to pickles"
+        assert not state.numel(), "a pickle, which Transformer Engine does not load by default"
 
 
 class QuantisedBlock(nn.Module):

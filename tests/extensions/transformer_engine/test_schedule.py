@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.transformer_engine.phased_unit import PhasedUnit
 from fsdp_engine.extensions.transformer_engine.quantized_codec import TransformerEngineCodec
-from fsdp_engine.runtime.unit import BACKWARD, FORWARD, State, Unit
+from fsdp_engine.runtime.unit import BACKWARD, FORWARD, State
 from fsdp_engine.strategies import Axis
 from tests import reference
 from tests.extensions.transformer_engine import te_on_cpu
@@ -39,8 +39,6 @@ from tests.pool import Ranks, on_ranks
 from tests.training import BUDGETS, config_of, mesh_of, traced
 
 pytestmark = pytest.mark.thorough
-
-ROWS, COLUMNS, NOTHING = [(True, False)], [(False, True)], [(False, False)]
 
 
 def is_quantised(buffer: Any) -> bool:
@@ -93,49 +91,6 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
             assert messages.sent[group.group_name] == expected, (recipe, step)
             engine.zero_grad_buffer()
             engine.weights_changed()
-
-
-def planes_of(unit: Unit) -> list[tuple[bool, ...]]:
-    return [
-        tuple(encoding.full.storages[0].filled for encoding in buffer.weights._encodings)
-        for buffer in unit.buffers
-        if is_quantised(buffer)
-    ]
-
-
-@on_ranks(2)
-def test_a_unit_holds_the_plane_that_it_computes_with_and_no_other() -> None:
-    model = make_stack("mxfp8", num_blocks=3)
-    engine = fe.shard(model, units="blocks.*")
-    watch = Watch(model, engine)
-    units = {unit.name: unit for unit in engine.units if unit.name}
-    looks: Counter[str] = Counter()
-
-    def look(name: str, expected: Any, *_: Any) -> None:
-        assert planes_of(units[name]) == expected, name
-        looks[name] += 1
-
-    def listen(name: str, module: Any, args: Any, y: Tensor) -> None:
-        look(name, ROWS)
-        y.register_hook(partial(look, name, COLUMNS))
-
-    for name, unit in units.items():
-        up: Any = unit.modules[0].up
-        up.register_forward_hook(partial(listen, name))
-    first, second, last = units.values()
-    for step in range(2):
-        watch.expect()
-        loss = model(*make_batch(2, dist.get_rank()))
-        assert planes_of(last) == COLUMNS  # kept for backward
-        assert planes_of(first) == planes_of(second) == NOTHING
-        loss.backward()
-        assert all(planes_of(unit) == NOTHING for unit in units.values())
-        assert looks == dict.fromkeys(units, 2 * (step + 1))
-        engine.zero_grad_buffer()
-    engine.weights_changed()
-    engine.start_param_sync(wait=True)  # for forward
-    assert planes_of(first) == ROWS
-    assert all(planes_of(unit) in (ROWS, NOTHING) for unit in units.values())
 
 
 @on_ranks(2)

@@ -3,6 +3,7 @@ messages, no further memory. Refusals are in ``test_errors.py``."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,64 +12,33 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdp_engine as fe
-from tests import reference
-from tests.extensions.transformer_engine.te_on_cpu import QuantisedStack
-from tests.extensions.transformer_engine.te_training import make_batch, make_stack
-from tests.megatron.configs import Config
+from tests.extensions.transformer_engine.te_training import (
+    assert_all_same,
+    make_batch,
+    make_stack,
+    scenario_of,
+    watched,
+)
 from tests.messages import Messages
 from tests.pool import on_ranks
+from tests.scenario import Scenario
 from tests.training import mesh_of, traced
 
+Config = fe.DistributedDataParallelConfig
 # Where gradients are unsharded.
 PAIRS = [("no_shard", "no_shard"), ("optim", "no_shard"), ("optim", "optim")]
 
 
-def config_of(reuses: bool) -> Config:
-    return Config(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=reuses)
-
-
-def batch(step: int, micro: int = 0) -> Tensor:
-    (x,) = make_batch(4, 100 * step + 10 * micro + dist.get_rank())
-    return x
-
-
-def sharded(pair: tuple[str, str], reuses: bool) -> tuple[QuantisedStack, Any]:
-    model = make_stack("mxfp8")
+def scenario(pair: tuple[str, str], reuses: bool) -> Scenario:
+    config = Config(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=reuses)
     # Nothing but quantised weights is to be gathered as fp8.
-    rules = [fe.Float8(exclude=("**",))]
-    config = config_of(reuses)
-    return model, fe.shard(model, mesh_of(2, 2), *pair, config=config, codec_rules=rules)
+    options = {"config": config, "codec_rules": [fe.Float8(exclude=("**",))]}
+    return scenario_of("mxfp8", pair=pair, mesh=mesh_of(2, 2), options=options)
 
 
-def train(model: Any, engine: Any) -> list[Tensor]:
-    """Three steps, a forward while gradients are there, and two ways to zero them; losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        with engine.no_sync():
-            model(batch(step)).backward()
-        loss = model(batch(step, 1))
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-        if step == 1:
-            with torch.no_grad():
-                losses.append(model(batch(9)))
-                losses += [p.grad.to_local().clone() for p in fp8_params(engine)]
-        optimizer.zero_grad(set_to_none=step != 0)
-    return losses
-
-
-def bytes_in_use(model: QuantisedStack) -> list[Tensor]:
-    found: list[Tensor] = []
-    names = ["_rowwise_data", "_columnwise_data", "_rowwise_scale_inv", "_columnwise_scale_inv"]
-
-    def look(module: Any, args: Any) -> None:
-        found.extend(getattr(module.weight, name).clone() for name in names)
-
-    for layer in model.quantised_layers():
-        layer.register_forward_pre_hook(look)
-    return found
+def batch(micro: int) -> Tensor:
+    (x,) = make_batch(4, 10 * micro + dist.get_rank())
+    return x
 
 
 def fp8_buffers(engine: Any) -> list[Any]:
@@ -82,14 +52,7 @@ def fp8_params(engine: Any) -> list[Any]:
 @on_ranks(4)
 def test_it_trains_bit_for_bit_as_two_gathers_do() -> None:
     for pair in PAIRS:
-        results = []
-        for reuses in (False, True):
-            model, engine = sharded(pair, reuses)
-            found = bytes_in_use(model)
-            losses = train(model, engine)
-            state = reference.full_weights(model).values()
-            results.append([*losses, *found, *state])
-        assert all(map(torch.equal, *results)), pair
+        assert_all_same([watched(scenario(pair, reuses))[0] for reuses in (False, True)])
 
 
 @on_ranks(4)
@@ -97,7 +60,7 @@ def test_it_sends_one_message_of_values_and_none_of_amaxes() -> None:
     for pair in PAIRS[1:]:
         found = []
         for reuses in (False, True):
-            model, engine = sharded(pair, reuses)
+            model, engine = scenario(pair, reuses).sharded_model()
             messages = Messages()
             with messages.counting(), torch.no_grad():
                 model(batch(0))
@@ -121,7 +84,7 @@ def test_it_sends_one_message_of_values_and_none_of_amaxes() -> None:
 
 @on_ranks(4)
 def test_it_takes_no_memory_but_while_gradients_are_there_and_leaves_zeros() -> None:
-    model, engine = sharded(("optim", "no_shard"), reuses=True)
+    model, engine = scenario(("optim", "no_shard"), reuses=True).sharded_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     engine.peak_memory_bytes(reset=True)  # views are made over memory that is there
     model(batch(0)).backward()
@@ -135,8 +98,10 @@ def test_it_takes_no_memory_but_while_gradients_are_there_and_leaves_zeros() -> 
         assert not param.grad.to_local().any()
     model(batch(1)).backward()
     optimizer.step()
+    before = [param.grad.to_local().clone() for param in fp8_params(engine)]
     with torch.no_grad():
         model(batch(2))  # gradients of the step are there
+    assert all(map(torch.equal, before, [p.grad.to_local() for p in fp8_params(engine)]))
     numel = max(buffer.layout.numel for buffer in fp8_buffers(engine))
     assert engine.peak_memory_bytes()["full"] >= 2 * numel
     assert "full" not in engine.memory_bytes()
@@ -154,7 +119,7 @@ def test_accumulated_gradients_are_no_scratch_when_weights_change_between_microb
         ddp = fe.DistributedDataParallel(config=config, module=make_stack("mxfp8", num_blocks=1))
         ddp.zero_grad_buffer()
         for micro in range(2):
-            ddp(batch(0, micro)).backward()
+            ddp(batch(micro)).backward()
             for param in ddp.parameters():
                 param.detach().mul_(1.01)
         ddp.finish_grad_sync()
@@ -165,11 +130,6 @@ def test_accumulated_gradients_are_no_scratch_when_weights_change_between_microb
 @pytest.mark.parametrize("pair", PAIRS)
 @on_ranks(4)
 def test_going_through_scratch_makes_no_race(pair: tuple[str, str]) -> None:
-    traced(
-        lambda: make_stack("mxfp8"),
-        train,
-        mesh=mesh_of(2, 2),
-        strategy=pair[0],
-        outer_strategy=pair[1],
-        config=config_of(True),
-    )
+    run = scenario(pair, reuses=True).but(steps=2)
+    shard = {"mesh": run.mesh, "strategy": pair[0], "outer_strategy": pair[1], **run.options}
+    traced(partial(make_stack, "mxfp8"), lambda m, e: run.train(m, e), **shard)
