@@ -70,13 +70,29 @@ def quick_plan(*args: Any, fitting: float = math.inf, **options: Any) -> fe.Stra
         return fe.plan(*args, quick=True, **options)
 
 
-def simulated(build: Any, candidate: Candidate, batch: Any, **options: Any) -> fe.Simulation:
+def simulated_as(candidate: Candidate, build: Any, batch: Any, **options: Any) -> fe.Simulation:
     """A step of a candidate without a pipeline."""
     names = ("mesh", "strategy", "outer_strategy", "checkpointing", "offload")
     names += ("tensor_parallel", "context_parallel")
     given = {name: getattr(candidate, name) for name in names}
     num_ranks = candidate.data_parallel * candidate.tensor_parallel
     return fe.simulate(build, num_ranks, batch=batch, **given, **options)
+
+
+def times_of(outcome: Outcome) -> Times:
+    """The times of a simulated outcome."""
+    assert outcome.times is not None
+    return outcome.times
+
+
+def assert_outcome_of(found: fe.Simulation, outcome: Outcome) -> None:
+    """The outcome is that of the simulation."""
+    times = times_of(outcome)
+    assert times.step == pytest.approx(found.seconds, rel=1e-12)
+    assert (outcome.memory, outcome.elsewhere) == (found.memory, found.elsewhere)
+    assert outcome.sent == found.sent_bytes
+    assert times.exposed_sum == pytest.approx(found.exposed_seconds)
+    assert sum(times.shares().values()) == pytest.approx(1.0)
 
 
 def small_llama(layers: int) -> nn.Module:
