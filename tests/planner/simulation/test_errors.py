@@ -133,6 +133,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (linear, {"batch": X, "loss": lambda out: out}, r"one element; found a tensor of shape \(2, 8"),
     (transformer, {**TOKENS, "mesh": (3, 4)}, "one or two sizes of 8 ranks"),
     (transformer, {**TOKENS, "config": CHECKED}, "no checks of"),
+    (linear, {"batch": X, "compile": True}, r"compile: expected a model with blocks.*Linear"),
 ]
 
 
