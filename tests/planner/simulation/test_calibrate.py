@@ -46,11 +46,6 @@ class TimedBy(Kernels):
         return self._processor.seconds((5 if is_backward else 2) * product, 0, F32, attention=shape)
 
 
-def machine_of(processor: Processor) -> Machine:
-    link = Link(1e9, 0.0)
-    return Machine("a host", processor, link, link, 8, host_runs_ahead=False)
-
-
 class FusedBy(TimedBy):
     """Fused kernels take the time of a processor, and are not compiled."""
 
@@ -246,12 +241,8 @@ os.write(1, f"sum {int(ones)} ".encode())  # in one piece, since the other rank 
 @pytest.mark.thorough
 def test_a_job_makes_its_process_group_after_torchrun_has_measured(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options: Any = {"env": env, "timeout": 200, "check": True, "capture_output": True}
     for _ in range(3):  # with the same keys about one of four runs failed
-        done = subprocess.run([*command, str(tmp_path / "job.py")], **options)
-        assert done.stdout.split() == [b"sum", b"2", b"sum", b"2"]
+        assert torchrun(str(tmp_path / "job.py")).stdout.split() == ["sum", "2", "sum", "2"]
 
 
 def test_calibration_finds_the_figures_of_fused_kernels() -> None:
@@ -268,7 +259,8 @@ def test_compiled_blocks_take_as_long_as_their_fused_kernels() -> None:
             return torch.relu(x * self.weight[0] + 1).mul(x)
 
     def seconds(*, compiled: bool, **figures: float) -> float:
-        machine = machine_of(dataclasses.replace(HOST, **figures))
+        processor, link = dataclasses.replace(HOST, **figures), Link(1e9, 0.0)
+        machine = Machine("a host", processor, link, link, 8, host_runs_ahead=False)
         options = {"strategy": "no_shard", "units": [Chain], "compile": compiled}
         found = fe.simulate(
             lambda: torch.nn.Sequential(*[Chain(64, 1, bias=False) for _ in range(16)]),

@@ -7,6 +7,7 @@ import gc
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation import compiled
 from fsdp_engine.planner.simulation.fusion import Kernel, kernels_of
+from tests.models import DIM, Block, Transformer, token_batch
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.small_llama import llama
 from tests.pool import on_ranks
@@ -53,59 +54,29 @@ def _sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, plan)
 
 
-WIDTH, WORDS, HEADS = 128, 512, 4
+WORDS = 256
 BATCH = (4, 128)
 TOKENS = torch.zeros(BATCH, dtype=torch.long)
 MARK = "between forward and backward"
 
 
-class Block(nn.Module):
-    """A block of a transformer with a gated MLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
-        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.gate = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        parts = self.qkv(self.norms[0](x)).chunk(3, -1)
-        heads = (part.view(rows, length, HEADS, -1).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
-        h = self.norms[1](x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Decoder(nn.Module):
-    """Blocks, compiled as ``how`` says: "", "in place", "around" or "dynamic"."""
-
-    def __init__(self, how: str = "", depth: int = 3, *, is_checkpointed: bool = False) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WORDS, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.is_checkpointed = is_checkpointed
-        for number, block in enumerate(self.blocks):
-            if how in ("in place", "dynamic"):
-                block.compile(dynamic=how == "dynamic" or None)
-            elif how == "around":
-                self.blocks[number] = torch.compile(block)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+def build(how: str = "", depth: int = 3, *, is_checkpointed: bool = False) -> nn.Module:
+    """A Llama whose blocks are compiled as ``how`` says: "", "in place", "around" or "dynamic"."""
+    model: Any = llama(depth=depth)
+    if is_checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for number, block in enumerate(model.model.layers):
+        if how in ("in place", "dynamic"):
+            block.compile(dynamic=how == "dynamic" or None)
+        elif how == "around":
+            model.model.layers[number] = torch.compile(block)
+    return model
 
 
 def _simulate(how: str = "", world_size: int = 8, **options: Any) -> fe.Simulation:
     model = {name: options.pop(name) for name in ("depth", "is_checkpointed") if name in options}
-    return fe.simulate(lambda: Decoder(how, **model), world_size, batch=TOKENS, **options)
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    return fe.simulate(partial(build, how, **model), world_size, batch=batch, **options)
 
 
 _simulate_once = functools.cache(_simulate)
@@ -131,7 +102,7 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     allocator hands out, compiled kernels' memory included."""
     torch._dynamo.reset()
     earlier = _tensors()  # of other tests in this process: they are kept alive, and do not count
-    model = Decoder("in place")
+    model = build("in place")
     fe.shard(
         model, strategy="no_shard", options=fe.Options(min_unit_size=0), checkpointing=checkpointing
     )
@@ -144,7 +115,7 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
             if address not in earlier
         }
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
-            loss = model(tokens)
+            loss = model(input_ids=tokens, labels=tokens).loss
             with record_function(MARK):
                 pass
             loss.backward()
@@ -194,7 +165,7 @@ def test_compiled_blocks_take_less_time_and_memory(how: str) -> None:
     assert found.seconds < 0.95 * eager.seconds  # host-bound: a call for each kernel
     assert found.peak_bytes < 0.98 * eager.peak_bytes
     assert found.model_flops == eager.model_flops
-    labels = {span.label for span in found.spans if span.module.startswith("blocks.1")}
+    labels = {span.label for span in found.spans if span.module.startswith("model.layers.1")}
     assert {"fused pow, mean, add, rsqrt, mul", "mm"} <= labels
     assert "silu" not in labels
 
@@ -233,7 +204,13 @@ def test_blocks_are_traced_once_for_all_of_a_plan(monkeypatch: pytest.MonkeyPatc
 
 def test_training_after_a_simulation_compiles_anew() -> None:
     entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list
-    _simulate("in place", depth=1)
+
+    def compiled_transformer() -> nn.Module:
+        model = Transformer(1)
+        model.blocks[0].compile()
+        return model
+
+    fe.simulate(compiled_transformer, 2, batch=token_batch(2, 0))
     assert not entries(Block.forward.__code__)
     graphs: list[Any] = []
 
@@ -243,7 +220,7 @@ def test_training_after_a_simulation_compiles_anew() -> None:
 
     block = Block()
     block.compile(backend=backend)
-    assert block(torch.ones(2, 8, WIDTH)).isfinite().all()
+    assert block(torch.ones(2, 8, DIM)).isfinite().all()
     assert len(graphs) == 1
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +17,7 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
@@ -180,22 +179,11 @@ class Messages(TorchDispatchMode):
         return out
 
 
-@contextmanager
-def eight_fake_ranks() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        with meshes_with_values(), FakeTensorMode():
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
 def test_torchs_own_ring_attention_has_these_messages() -> None:
     """Called without a simulation, on a fused kernel of CUDA's name and shapes."""
     size = 4
-    with eight_fake_ranks():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    with meshes_with_values(), FakeTensorMode():
         mesh = init_device_mesh("cpu", (2, size), mesh_dim_names=("dp", "cp"))
         tokens = torch.zeros(2, LENGTH)
         with context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1]):
@@ -207,6 +195,7 @@ def test_torchs_own_ring_attention_has_these_messages() -> None:
             with Messages() as messages:
                 out = torch.ops.aten._scaled_dot_product_flash_attention(*given, is_causal=True)[0]
                 out.to_local().sum().backward()
+    dist.destroy_process_group()
     gather = ("all_gather_into_tensor", kv_bytes(size, 2))
     gradients = ("all_to_all_single", kv_bytes(size, 4))
     assert messages.found == [gather, gather, *[gradients] * size]
