@@ -95,6 +95,18 @@ def assert_outcome_of(found: fe.Simulation, outcome: Outcome) -> None:
     assert sum(times.shares().values()) == pytest.approx(1.0)
 
 
+def assert_same_outcome(found: Outcome, expected: Outcome) -> None:
+    """But for rounding of times."""
+    for name in ("candidate", "memory", "elsewhere", "items", "checkpoint_bytes"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.sent == pytest.approx(expected.sent)
+    assert found.model_flops == pytest.approx(expected.model_flops)
+    ours, theirs = times_of(found), times_of(expected)
+    for name in ("step", "compute", "mfu"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9), name
+    assert ours.shares() == pytest.approx(theirs.shares(), abs=1e-9)
+
+
 def small_llama(layers: int) -> nn.Module:
     """With so many layers."""
     transformers = pytest.importorskip("transformers")

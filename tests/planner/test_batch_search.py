@@ -21,7 +21,14 @@ from fsdp_engine.planner.candidates import Candidate, quick_candidates
 from fsdp_engine.planner.job import MOST_SIMULATED
 from fsdp_engine.planner.outcome import Outcome, Times
 from fsdp_engine.strategies import ALL_STRATEGIES
-from tests.planner.made_plans import LENGTH, Words, quick_plan, simulated_as, words
+from tests.planner.made_plans import (
+    LENGTH,
+    Words,
+    assert_same_outcome,
+    quick_plan,
+    simulated_as,
+    words,
+)
 
 WORLD = 4
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -62,15 +69,7 @@ def test_a_step_of_many_microbatches_is_that_of_three_and_equal_ones(
         candidate = replace(candidate, checkpointing=False)
     candidate = replace(candidate, microbatches=5)
     found, expected = (outcome_of(candidate, machine, each) for each in (MOST_SIMULATED, 5))
-    assert found.memory == expected.memory
-    assert found.items == expected.items
-    assert found.sent == pytest.approx(expected.sent)
-    assert found.model_flops == pytest.approx(expected.model_flops)
-    for name in ("step", "compute", "mfu"):
-        value = getattr(expected.times, name)
-        assert getattr(found.times, name) == pytest.approx(value, rel=1e-9)
-    for what, seconds in expected.times.exposed.items():
-        assert found.times.exposed[what] == pytest.approx(seconds, abs=1e-9 * expected.times.step)
+    assert_same_outcome(found, expected)
 
 
 def test_the_rows_of_a_rank_are_the_nearest_number() -> None:

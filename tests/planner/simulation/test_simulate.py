@@ -127,7 +127,6 @@ def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
-@pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 def test_a_flat_axis_over_nodes_sends_through_all_ports(on_host: bool) -> None:
     links = {"within_node": Link(1e9, 0.0), "between_nodes": Link(1e6, 0.0)}
     machine = dataclasses.replace(NODES_OF_FOUR, **links, host_runs_ahead=not on_host)
