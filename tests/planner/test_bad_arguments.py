@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,9 @@ import fsdp_engine as fe
 from fsdp_engine.planner.estimates import estimate
 from tests.composition.tensor_parallel import cut
 from tests.models import Chain, vector_batch
-from tests.planner.made_plans import llama_batch, small_llama
+from tests.planner.made_plans import llama_batch
 from tests.planner.simulation.memory_runs import HOST
+from tests.planner.simulation.small_llama import llama
 
 
 def linear() -> nn.Module:
@@ -103,7 +103,7 @@ def test_an_argument_that_is_not_taken_is_named(call: str, name: str) -> None:
 
 
 LLAMA: dict[str, Any] = {
-    "build": functools.partial(small_llama, 2),
+    "build": llama,
     "batch": llama_batch,
     "machine": replace(fe.H100, ranks_per_node=2),
 }

@@ -34,9 +34,9 @@ from tests.planner.made_plans import (
     llama_batch,
     quick_plan,
     simulated_as,
-    small_llama,
     times_of,
 )
+from tests.planner.simulation.small_llama import llama
 from tests.pool import Ranks
 
 WORLD, MICROBATCHES, ROWS = 4, 2, 4
@@ -44,8 +44,7 @@ ITEMS = MICROBATCHES * ROWS * 32  # of a data-parallel rank
 MACHINE = replace(fe.H100, ranks_per_node=2)
 TOKENS = torch.arange(8 * 32).view(8, 32) % 64
 
-llama = partial(small_llama, 2)
-deep_llama = partial(small_llama, 4)
+deep_llama = partial(llama, depth=4)
 
 
 def plan(build: Any = llama, batch: Any = llama_batch, **changes: Any) -> fe.StrategyPlan:
@@ -182,7 +181,7 @@ def test_a_degree_is_simulated_as_by_itself(make: Callable[[], fe.StrategyPlan])
 
 LINKS: list[tuple[str, dict[str, Any], float, list[str]]] = [
     ("inner link", {"meshes": [(2,)], "world_size": 2}, 0.3, ["(within a node)"]),
-    ("outer link", {"meshes": [(2, 2)]}, 0.3, ["(between nodes)"]),
+    ("outer link", {"meshes": [(2, 2)], "fitting": 1}, 0.3, ["(between nodes)"]),
     (
         "tensor link",
         {"tensor_parallel": 2, "meshes": [(2,)]},
@@ -206,7 +205,7 @@ def test_waits_for_a_link_are_a_part_of_the_step_and_the_bottleneck_is_named(
     name: str, options: dict[str, Any], least: float, texts: list[str]
 ) -> None:
     link = "between_nodes" if name == "outer link" else "within_node"
-    slow = replace(MACHINE, **{link: replace(getattr(fe.H100, link), bandwidth=1e7)})
+    slow = replace(MACHINE, **{link: replace(getattr(fe.H100, link), bandwidth=1e6)})
     planning = plan(machine=slow, **options)
     shares = times_of(planning.outcomes[0]).shares()
     assert shares[name] > least

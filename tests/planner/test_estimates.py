@@ -21,7 +21,7 @@ from tests import models
 from tests.messages import watched
 from tests.models import Transformer, token_batch, vector_batch
 from tests.pairs import PAIRS_AND_WAYS
-from tests.pool import Ranks
+from tests.pool import on_ranks
 
 POLICIES = {
     "fp32": fe.MixedPrecisionPolicy(),
@@ -132,7 +132,11 @@ def described(engine: fe.Engine) -> dict[str, int]:
     }
 
 
-def compare_with_engines(strategy: str, outer: str, all_ways: bool) -> list[str]:
+@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
+@on_ranks()
+def test_an_engine_holds_and_sends_the_planned_bytes(
+    strategy: str, outer: str, all_ways: bool
+) -> None:
     """Over meshes, dtypes and budgets; and with default units that are joined."""
     pair = {"strategy": strategy, "outer_strategy": outer}
     lines = []
@@ -144,18 +148,11 @@ def compare_with_engines(strategy: str, outer: str, all_ways: bool) -> list[str]
     for tied, least in ((False, block), (True, 2 * block), (False, 10**6)):
         make = functools.partial(Transformer, 4, tied)
         lines += compared(make, token_batch(2, 1), min_unit_size=least, **pair)
-    return lines
+    assert not lines, "\n".join(lines[:10])
 
 
-@pytest.mark.parametrize(("strategy", "outer", "all_ways"), PAIRS_AND_WAYS)
-def test_an_engine_holds_and_sends_the_planned_bytes(
-    ranks: Ranks, strategy: str, outer: str, all_ways: bool
-) -> None:
-    results = ranks.run(compare_with_engines, strategy, outer, all_ways)
-    assert not any(results), "\n".join(results[0][:10])
-
-
-def compare_odd_models() -> list[str]:
+@on_ranks()
+def test_models_with_habits_are_planned_as_they_are_sharded() -> None:
     """Frozen, mixed dtypes, scalars, granules, chosen units, another wire; and, of units that the
     planner knows in full, what they send with frozen weights."""
     lines = []
@@ -174,36 +171,24 @@ def compare_odd_models() -> list[str]:
     for level, outer in (("optim", "no_shard"), ("optim_grads", "optim_grads")):
         given = {"strategy": level, "outer_strategy": outer, "mp_policy": POLICIES["bf16"]}
         lines += compared(models.lora_model, vector_batch(2, 1), are_peaks_exact=False, **given)
-    return lines
+    assert not lines, "\n".join(lines[:10])
 
 
-def test_models_with_habits_are_planned_as_they_are_sharded(ranks: Ranks) -> None:
-    results = ranks.run(compare_odd_models)
-    assert not any(results), "\n".join(results[0][:10])
-
-
-def staging_of_a_linear() -> tuple[int, int]:
-    """Bytes of staged gradients, by the buffer and as they were held."""
+@on_ranks()
+def test_a_buffer_describes_its_staging() -> None:
+    """With a converted copy of the accumulation buffer in the last reduction."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     linear = nn.Linear(16, 16, bias=False)
     engine = fe.shard(linear, mesh, "optim_grads", "no_shard", mp_policy=POLICIES["bf16 wire"])
     linear(torch.ones(2, 16)).sum().backward()
     (buffer,) = engine.buffers
     assert buffer.grads is not None
-    return buffer.grads.transient_bytes, engine.peak_memory_bytes()["staging"]
+    assert buffer.grads.transient_bytes == 256 * 2 + 128 * 2
+    assert engine.peak_memory_bytes()["staging"] == buffer.grads.transient_bytes
 
 
-def test_a_buffer_describes_its_staging(ranks: Ranks) -> None:
-    """With a converted copy of the accumulation buffer in the last reduction."""
-    num_bytes = 256 * 2 + 128 * 2
-    assert ranks.run(staging_of_a_linear) == [(num_bytes, num_bytes)] * 4
-
-
-def test_an_all_reduce_of_narrow_summands_carries_wide_sums(ranks: Ranks) -> None:
-    ranks.run(check_all_reduces, world_size=3)
-
-
-def check_all_reduces() -> None:
+@on_ranks(3)
+def test_an_all_reduce_of_narrow_summands_carries_wide_sums() -> None:
     summands = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16)
     sums = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     sent: Counter[str] = Counter()

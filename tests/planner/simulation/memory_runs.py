@@ -25,15 +25,7 @@ HOST = Machine("a host", Processor(_SPEED, 1e10, 1e10), _LINK, _LINK, NUM_RANKS,
 
 @dataclass(frozen=True)
 class Run:
-    """The configuration of a run.
-
-    Attributes:
-        name: of the model.
-        level: of the strategy.
-        checkpointing: of ``fe.checkpoint_units``; False: it is not called.
-        in_bf16: compute and communication in bf16.
-        microbatches: per step.
-    """
+    """A model by name, a level, and whether blocks are checkpointed and compute is in bf16."""
 
     name: str
     level: str

@@ -136,7 +136,7 @@ def test_unknown_missing_and_repeated_fields_are_found(path: Path) -> None:
     text = path.read_text().replace('"memory_bandwidth"', '"memory_bandwith"', 1)
     text = text.replace('"ranks_per_node": 8', '"ranks_per_node": 8, "name": "again"')
     path.write_text(text)
-    line = {place[-1]: line for place, line in lines_of(text).by_place.items()}
+    line = {place[-1]: line for place, line in lines_of(text).by_place.items() if place}
     missing, unknown, again = mistakes(path)
     assert missing.startswith(f"line {line['processor']}, processor: expected memory_bandwidth: a ")
     assert missing.endswith("such as 3.35e12); found none")
