@@ -79,7 +79,9 @@ def a_limit() -> float:
     return (peaks[0] + planned().outcomes[0].peak_bytes) / 2
 
 
-def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing() -> None:
+def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing(
+    simulated: list[Any],
+) -> None:
     expected = {
         (mesh, pair.inner.name, pair.outer.name, recompute)
         for mesh in ((4,), (2, 2))
@@ -87,10 +89,10 @@ def test_rows_are_every_strategy_of_both_meshes_with_and_without_checkpointing()
         for recompute in (False, True)
         if len(mesh) == 2 or pair.outer.name == "no_shard"
     }
-    options = {"checkpointing": (False, True), "formulas": True, **OPTIONS}
+    options = {"checkpointing": (False, True), **OPTIONS}
     outcomes = fe.plan(Words, batch, world_size=WORLD, machine=MACHINE, **options).outcomes
     assert {_key(each) for each in outcomes} == expected
-    assert len(outcomes) == len(expected) == 28
+    assert len(outcomes) == len(expected) == 28 <= len(simulated)
 
 
 def test_meshes_that_fit() -> None:

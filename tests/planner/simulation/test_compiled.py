@@ -15,14 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -33,26 +25,6 @@ from tests.models import DIM, Block, Transformer, token_batch
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.small_llama import llama
 from tests.pool import on_ranks
-
-
-def _sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    by_columns = ColwiseParallel(input_layouts=Shard(1))
-    by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    embedding = RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-    )
-    plan: dict[str, Any] = {
-        "model.embed_tokens": embedding,
-        "model.layers.*.*_layernorm": SequenceParallel(),
-        "model.layers.*.self_attn.[qkv]_proj": by_columns,
-        "model.layers.*.self_attn.o_proj": by_rows,
-        "model.layers.*.mlp.[gu]*_proj": by_columns,  # gate and up
-        "model.layers.*.mlp.down_proj": by_rows,
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, plan)
-
 
 WORDS = 256
 BATCH = (4, 128)
@@ -275,22 +247,11 @@ def test_kernels_of_functions(
         assert name in kernel.label.replace(",", "").split()
 
 
-def test_checkpoints_of_compiled_blocks_of_sequence_parallel_ranks() -> None:
+def test_checkpoints_of_compiled_blocks_of_tensor_parallel_ranks() -> None:
     """Attention is an operation with a random state. Recomputing it in a backward that also needs
     a mesh of DTensors is an error of torch 2.13 on CPUs, not on devices."""
-    tokens = torch.zeros(2, 32, dtype=torch.long)
-    eager, found = (
-        fe.simulate(
-            llama,
-            4,
-            batch={"input_ids": tokens, "labels": tokens},
-            tensor_parallel=2,
-            parallelize=_sequence_parallel,
-            extensions=[fe.Recompute()],
-            compile=is_compiled,
-        )
-        for is_compiled in (False, True)
-    )
+    options: dict[str, Any] = {"tensor_parallel": 2, "extensions": [fe.Recompute()]}
+    eager, found = (_simulate("", 4, compile=each, depth=2, **options) for each in (False, True))
     assert found.compute_seconds < eager.compute_seconds
     assert found.model_flops == eager.model_flops
     assert 0 < found.sent_bytes["tensor"] <= eager.sent_bytes["tensor"]
