@@ -20,12 +20,8 @@ from tests.planner.made_plans import llama_batch
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.small_llama import llama
 
-
-def linear() -> nn.Module:
-    return Chain(nn.Linear(4, 4))
-
-
-SMALL: dict[str, Any] = {"build": linear, "batch": vector_batch(2, 0, 4), "world_size": 4}
+SMALL: dict[str, Any] = {"batch": vector_batch(2, 0, 4), "world_size": 4}
+SMALL["build"] = lambda: Chain(nn.Linear(4, 4))
 NO_COUNT: tuple[object, ...] = (0, -1, 2.5, "2", None, True, [], float("nan"))
 NO_FUNCTION: tuple[object, ...] = (3, [], 1.5)
 NO_SIZES: tuple[object, ...] = (3, [3], [(3,)], [("4",)], [(2.0, 2.0)], [(-2, -2)], "4", [None])

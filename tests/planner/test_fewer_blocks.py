@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,8 +23,7 @@ DEVICE = replace(fe.H100, ranks_per_node=2)
 SLOW = replace(DEVICE, between_nodes=replace(DEVICE.between_nodes, bandwidth=2e8))
 
 
-def deep() -> nn.Module:
-    return Words(num_blocks=DEPTH)
+deep = partial(Words, num_blocks=DEPTH)
 
 
 def planned(make: Any = fe.plan, **options: Any) -> tuple[fe.StrategyPlan, list[int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -46,16 +46,12 @@ class Block(nn.Module):
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
-def one_block() -> nn.Module:
-    return blocks(1)
-
-
 def blocks(count: int = NUM_BLOCKS) -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(count)))
 
 
-def not_causal() -> nn.Module:
-    return Block(is_causal=False)
+one_block = partial(blocks, 1)
+not_causal = partial(Block, is_causal=False)
 
 
 def simulated(size: int, build: Any = blocks, **options: Any) -> fe.Simulation:
@@ -64,7 +60,7 @@ def simulated(size: int, build: Any = blocks, **options: Any) -> fe.Simulation:
     return fe.simulate(build, given.pop("world_size", 8), context_parallel=size, **given)
 
 
-simulated_once = functools.cache(simulated)
+simulated_once = cache(simulated)
 
 
 def on_context_lane(found: fe.Simulation) -> list[Any]:

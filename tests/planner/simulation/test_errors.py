@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,18 +106,8 @@ def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
         assert not dist.is_initialized()
 
 
-def transformer() -> nn.Module:
-    return Transformer(2)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def frozen() -> nn.Module:
-    return linear().requires_grad_(False)
-
-
+transformer = partial(Transformer, 2)
+linear = partial(nn.Linear, WIDTH, WIDTH)
 X, TOKENS = torch.zeros(2, WIDTH), {"batch": token_batch(4, 0), "mesh": (2, 4)}
 NO_WORDS = r"batch: expected arguments of Transformer.forward\(tokens, targets\); found words: "
 CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
@@ -127,7 +118,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (transformer, {"batch": (X, X, 3)}, "found 3 positional ones: too many positional arguments"),
     (linear, {"batch": X, "loss": lambda out: out.detach().sum()}, "loss: expected one that requi"),
     (nn.Identity, {"batch": X}, "require grad; found none among 0 of Ident"),
-    (frozen, {"batch": X}, "found none among 2 of Linear"),
+    (lambda: linear().requires_grad_(False), {"batch": X}, "found none among 2 of Linear"),
     (lambda: 3, {"batch": X}, "build: expected a function that returns a torch.nn"),
     (lambda: nn.LSTM(WIDTH, WIDTH), {"batch": X}, "loss: expected a function that returns the los"),
     (linear, {"batch": X, "loss": lambda out: out}, r"one element; found a tensor of shape \(2, 8"),
