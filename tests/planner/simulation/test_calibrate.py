@@ -23,7 +23,7 @@ from fsdp_engine.planner.simulation import kernels as kernels_module
 from fsdp_engine.planner.simulation import state_links
 from fsdp_engine.planner.simulation.copies import CopyQueues, Direction
 from fsdp_engine.planner.simulation.kernels import Kernels
-from fsdp_engine.planner.simulation.machine import Attention, Link, Machine, Processor, TwoWayLink
+from fsdp_engine.planner.simulation.machine import Attention, Machine, Processor, TwoWayLink
 from tests.models import Transformer, token_batch
 from tests.pool import Ranks, on_ranks
 
@@ -251,30 +251,6 @@ def test_calibration_finds_the_figures_of_fused_kernels() -> None:
     with patch.object(kernels_module, "_CACHES", 2**22):
         found = FusedBy(processor).fused(HOST.memory_bandwidth)
     assert found == pytest.approx(figures)
-
-
-def test_compiled_blocks_take_as_long_as_their_fused_kernels() -> None:
-    class Chain(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(x * self.weight[0] + 1).mul(x)
-
-    def seconds(*, compiled: bool, **figures: float) -> float:
-        processor, link = dataclasses.replace(HOST, **figures), Link(1e9, 0.0)
-        machine = Machine("a host", processor, link, link, 8, host_runs_ahead=False)
-        options = {"strategy": "no_shard", "units": [Chain], "compile": compiled}
-        found = fe.simulate(
-            lambda: torch.nn.Sequential(*[Chain(64, 1, bias=False) for _ in range(16)]),
-            1,
-            batch=torch.zeros(2**14, 64),
-            machine=machine,
-            loss=torch.Tensor.sum,
-            **options,
-        )
-        return found.seconds
-
-    at_half = seconds(compiled=True, fused_share=0.5)
-    assert at_half == pytest.approx(2 * seconds(compiled=True), rel=0.05)
-    assert seconds(compiled=False, fused_share=0.5) == seconds(compiled=False)
 
 
 @pytest.mark.thorough

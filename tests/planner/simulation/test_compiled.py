@@ -142,6 +142,18 @@ def test_compiled_blocks_take_less_time_and_memory(how: str) -> None:
     assert "silu" not in labels
 
 
+def test_fused_kernels_have_a_rate_of_their_own() -> None:
+    def simulated(how: str, share: float) -> tuple[float, float]:
+        """Seconds of fused kernels, and of the step."""
+        machine = replace(HOST, processor=replace(HOST.processor, fused_share=share))
+        found = _simulate(how, machine=machine)
+        fused = [each for each in found.spans if each.label.startswith("fused")]
+        return sum(each.end - each.start for each in fused), found.seconds
+
+    assert simulated("in place", 0.5)[0] == pytest.approx(2 * simulated("in place", 1.0)[0])
+    assert simulated("", 0.5) == simulated("", 1.0)
+
+
 @pytest.mark.parametrize("how", ["in place", "around"])
 @pytest.mark.parametrize(
     "options", [{"is_checkpointed": True}, {"checkpointing": True}], ids=["outside", "by shard"]
