@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.clock import MODEL_LANE
 from fsdp_engine.planner.simulation.operations import sent_bytes
-from tests.composition.tensor_parallel import Model, cut, mesh_of
+from tests.composition.tensor_parallel import Block, Model, cut, mesh_of
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST, train
 from tests.planner.simulation.scene import on_meta
@@ -28,27 +27,15 @@ NUM_RANKS, TP, WIDTH, ROWS = 4, 2, 64, 16
 OPTIONS = fe.Options(min_unit_size=0)
 
 
-class Pair(nn.Module):
-    """A norm, and two linears of which the first is sharded by columns, the second by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(self.norm(x)))).sum()
-
-
 def cut_pair(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def simulated_pair(world_size: int, size: int, rows: int = ROWS) -> fe.Simulation:
     return fe.simulate(
-        Pair,
+        partial(Block, WIDTH, 4 * WIDTH),
         world_size,
+        loss=Tensor.sum,
         batch=torch.zeros(rows, WIDTH),
         tensor_parallel=size,
         parallelize=cut_pair,
