@@ -146,20 +146,3 @@ def test_memory_and_losses_are_those_of_four_gloo_ranks(
     assert 0.9999 * most <= planned.peak_bytes <= limit * most
     for _, losses in found:
         assert losses == pytest.approx(expected, rel=1e-5)
-
-
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (Model, {"tensor_parallel": 3}, "expected a divisor of the 4 ranks"),
-    (Model, {}, "or `parallelize`; found Model"),
-    (Model, {"parallelize": lambda *_: None}, "parallelize: expected a function that makes"),
-    (Model, {"parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
-    (llama, {"tensor_parallel": 4, "batch": LLAMA_BATCH}, "expected a divisor of the 2 num_key"),
-]
-
-
-@pytest.mark.parametrize(("build", "options", "message"), WRONG)
-def test_wrong_arguments(build: Any, options: dict[str, Any], message: str) -> None:
-    batch = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises((ValueError, fe.SimulationError), match=message):
-        fe.simulate(build, 4, **{"batch": batch, "tensor_parallel": 2, **options})
-    assert not dist.is_initialized()
