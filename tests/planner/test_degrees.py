@@ -190,7 +190,7 @@ LINKS: list[tuple[str, dict[str, Any], float, list[str]]] = [
     ),
     (
         "context link",
-        {"context_parallel": 2, "meshes": [(WORLD,)]},
+        {"context_parallel": 2, "meshes": [(WORLD,)], "microbatches": 8},
         0.3,
         [
             *("sent context", "4, CP 2", "on 4 ranks in context-parallel groups of 2"),
