@@ -107,6 +107,15 @@ def assert_same_outcome(found: Outcome, expected: Outcome) -> None:
     assert ours.shares() == pytest.approx(theirs.shares(), abs=1e-9)
 
 
+def small_llama(layers: int) -> nn.Module:
+    """With so many layers."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": layers}, use_cache=False)
+    model: nn.Module = transformers.LlamaForCausalLM(config)
+    return model
+
+
 def llama_batch(size: int = 4) -> dict[str, Tensor]:
     """Sequences of 32 tokens."""
     tokens = torch.zeros(size, 32, dtype=torch.long)

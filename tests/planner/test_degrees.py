@@ -34,9 +34,9 @@ from tests.planner.made_plans import (
     llama_batch,
     quick_plan,
     simulated_as,
+    small_llama,
     times_of,
 )
-from tests.planner.simulation.small_llama import llama
 from tests.pool import Ranks
 
 WORLD, MICROBATCHES, ROWS = 4, 2, 4
@@ -44,7 +44,8 @@ ITEMS = MICROBATCHES * ROWS * 32  # of a data-parallel rank
 MACHINE = replace(fe.H100, ranks_per_node=2)
 TOKENS = torch.arange(8 * 32).view(8, 32) % 64
 
-deep_llama = partial(llama, depth=4)
+llama = partial(small_llama, 2)
+deep_llama = partial(small_llama, 4)
 
 
 def plan(build: Any = llama, batch: Any = llama_batch, **changes: Any) -> fe.StrategyPlan:
