@@ -70,13 +70,41 @@ def quick_plan(*args: Any, fitting: float = math.inf, **options: Any) -> fe.Stra
         return fe.plan(*args, quick=True, **options)
 
 
-def simulated(build: Any, candidate: Candidate, batch: Any, **options: Any) -> fe.Simulation:
+def simulated_as(candidate: Candidate, build: Any, batch: Any, **options: Any) -> fe.Simulation:
     """A step of a candidate without a pipeline."""
     names = ("mesh", "strategy", "outer_strategy", "checkpointing", "offload")
     names += ("tensor_parallel", "context_parallel")
     given = {name: getattr(candidate, name) for name in names}
     num_ranks = candidate.data_parallel * candidate.tensor_parallel
     return fe.simulate(build, num_ranks, batch=batch, **given, **options)
+
+
+def times_of(outcome: Outcome) -> Times:
+    """The times of a simulated outcome."""
+    assert outcome.times is not None
+    return outcome.times
+
+
+def assert_outcome_of(found: fe.Simulation, outcome: Outcome) -> None:
+    """The outcome is that of the simulation."""
+    times = times_of(outcome)
+    assert times.step == pytest.approx(found.seconds, rel=1e-12)
+    assert (outcome.memory, outcome.elsewhere) == (found.memory, found.elsewhere)
+    assert outcome.sent == found.sent_bytes
+    assert times.exposed_sum == pytest.approx(found.exposed_seconds)
+    assert sum(times.shares().values()) == pytest.approx(1.0)
+
+
+def assert_same_outcome(found: Outcome, expected: Outcome) -> None:
+    """But for rounding of times."""
+    for name in ("candidate", "memory", "elsewhere", "items", "checkpoint_bytes"):
+        assert getattr(found, name) == getattr(expected, name), name
+    assert found.sent == pytest.approx(expected.sent)
+    assert found.model_flops == pytest.approx(expected.model_flops)
+    ours, theirs = times_of(found), times_of(expected)
+    for name in ("step", "compute", "mfu"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-9), name
+    assert ours.shares() == pytest.approx(theirs.shares(), abs=1e-9)
 
 
 def small_llama(layers: int) -> nn.Module:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.batch_search import (
@@ -22,8 +21,14 @@ from fsdp_engine.planner.candidates import Candidate, quick_candidates
 from fsdp_engine.planner.job import MOST_SIMULATED
 from fsdp_engine.planner.outcome import Outcome, Times
 from fsdp_engine.strategies import ALL_STRATEGIES
-from tests.planner.made_plans import LENGTH, Words, quick_plan, words
-from tests.planner.made_plans import simulated as one_step
+from tests.planner.made_plans import (
+    LENGTH,
+    Words,
+    assert_same_outcome,
+    quick_plan,
+    simulated_as,
+    words,
+)
 
 WORLD = 4
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -38,15 +43,11 @@ HOST = replace(
 )
 
 
-def build() -> nn.Module:
-    return Words(num_blocks=3)
-
-
 def outcome_of(candidate: Candidate, machine: fe.Machine, simulated: int) -> Outcome:
     """The outcome of a step of which this number of microbatches is simulated."""
-    options: dict[str, Any] = {"mp_policy": POLICY, "min_unit_size": 0}
-    batch = words(candidate.microbatch_size)
-    found = one_step(build, candidate, batch, machine=machine, microbatches=simulated, **options)
+    options = {"machine": machine, "mp_policy": POLICY, "min_unit_size": 0}
+    batch, build = words(candidate.microbatch_size), functools.partial(Words, 3)
+    found = simulated_as(candidate, build, batch, microbatches=simulated, **options)
     items = candidate.microbatches * candidate.microbatch_size * LENGTH * WORLD
     more = candidate.microbatches - simulated
     return Outcome.of_simulation(candidate, found, items, 1e12, more)
@@ -68,15 +69,7 @@ def test_a_step_of_many_microbatches_is_that_of_three_and_equal_ones(
         candidate = replace(candidate, checkpointing=False)
     candidate = replace(candidate, microbatches=5)
     found, expected = (outcome_of(candidate, machine, each) for each in (MOST_SIMULATED, 5))
-    assert found.memory == expected.memory
-    assert found.items == expected.items
-    assert found.sent == pytest.approx(expected.sent)
-    assert found.model_flops == pytest.approx(expected.model_flops)
-    assert found.times.step == pytest.approx(expected.times.step, rel=1e-9)
-    assert found.times.compute == pytest.approx(expected.times.compute, rel=1e-9)
-    assert found.times.mfu == pytest.approx(expected.times.mfu, rel=1e-9)
-    for what, seconds in expected.times.exposed.items():
-        assert found.times.exposed[what] == pytest.approx(seconds, abs=1e-9 * expected.times.step)
+    assert_same_outcome(found, expected)
 
 
 def test_the_rows_of_a_rank_are_the_nearest_number() -> None:

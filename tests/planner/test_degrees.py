@@ -1,12 +1,12 @@
-"""Plans that try tensor and context parallelism beside data parallelism."""
+"""Plans that try tensor, context and pipeline parallelism beside data parallelism."""
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,132 +14,90 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
-from fsdp_engine.planner.candidates import is_quick
+from fsdp_engine.planner.candidates import Candidate, is_quick
+from fsdp_engine.planner.job import BatchSearch, Job, Known
 from fsdp_engine.planner.page import page_of
 from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
-from fsdp_engine.planner.simulation.tp_plan import fitting_degrees
 from tests.composition.tensor_parallel import Model, cut
-from tests.planner.made_plans import llama_batch, quick_plan, small_llama
-from tests.planner.made_plans import simulated as one_step
+from tests.extensions.pipelines.scene import passes_on_to_itself
+from tests.planner.made_plans import (
+    assert_outcome_of,
+    llama_batch,
+    quick_plan,
+    simulated_as,
+    small_llama,
+    times_of,
+)
 from tests.pool import Ranks
 
-WORLD = 4
+WORLD, MICROBATCHES, ROWS = 4, 2, 4
+ITEMS = MICROBATCHES * ROWS * 32  # of a data-parallel rank
 MACHINE = replace(fe.H100, ranks_per_node=2)
-TOKENS = torch.arange(4 * 32).view(4, 32) % 64
+TOKENS = torch.arange(8 * 32).view(8, 32) % 64
+
+llama = partial(small_llama, 2)
+deep_llama = partial(small_llama, 4)
 
 
-def llama() -> nn.Module:
-    return small_llama(1)
+def plan(build: Any = llama, batch: Any = llama_batch, **changes: Any) -> fe.StrategyPlan:
+    """Plan the quick levels, with two microbatches."""
+    given: dict[str, Any] = {"world_size": WORLD, "machine": MACHINE, "checkpointing": (False,)}
+    if "global_batch" not in changes:
+        given["microbatches"] = MICROBATCHES
+    return quick_plan(build, batch, **given | changes)
 
 
-def plan(batch: Any = llama_batch, make: Any = quick_plan, **changes: Any) -> fe.StrategyPlan:
-    """On one axis, unless ``changes`` say another thing."""
-    arguments = {"world_size": WORLD, "machine": MACHINE, "checkpointing": (False,), **changes}
-    return make(arguments.pop("build", llama), batch, **arguments)
+@cache
+def planned() -> fe.StrategyPlan:
+    """With two tensor-parallel ranks, with pipelines of two ranks, and without."""
+    return plan(tensor_parallel=(1, 2), pipeline=(1, 2), meshes=[(4,), (2,)])
 
 
-@functools.cache
-def both() -> fe.StrategyPlan:
-    """With and without tensor parallelism, on one data-parallel axis."""
-    return plan(tensor_parallel=(1, 2), meshes=[(4,), (2,)])
+def only(tensor: int = 1, pipeline: int = 1) -> fe.StrategyPlan:
+    """The rows of these degrees."""
+    found = (
+        each
+        for each in planned().outcomes
+        if (each.candidate.tensor_parallel, each.candidate.pipeline) == (tensor, pipeline)
+    )
+    return replace(planned(), outcomes=tuple(found))
 
 
-def only(degree: int) -> fe.StrategyPlan:
-    """The rows of one degree."""
-    found = (each for each in both().outcomes if each.candidate.tensor_parallel == degree)
-    return replace(both(), outcomes=tuple(found))
-
-
-@functools.cache
+@cache
 def shared(*mesh: int) -> fe.StrategyPlan:
     """Level 3 with two context-parallel ranks, on two axes or on ``mesh``."""
     return plan(context_parallel=2, meshes=[mesh or (2, 2)], fitting=1)
 
 
-def degrees_of(planning: fe.StrategyPlan) -> set[int]:
-    return {each.candidate.tensor_parallel for each in planning.outcomes}
-
-
-def linears(**options: Any) -> fe.StrategyPlan:
-    return plan(TOKENS, build=Model, **options)
-
-
 def request(**changes: Any) -> PlanRequest:
-    """Of a plan whose candidates are not simulated."""
-    return PlanRequest(llama, llama_batch, PlanOptions(world_size=16, **changes))
+    """The arguments of a plan whose candidates are not simulated."""
+    options = {"world_size": 16, **changes}
+    return PlanRequest(options.pop("build", llama), llama_batch, PlanOptions(**options))
 
 
-def test_degrees_are_those_that_fit_a_node_and_the_models_heads(simulated: list[Any]) -> None:
-    for ranks_per_node, found in ((1, []), (2, [2]), (8, [2])):  # there are two key heads
-        assert fitting_degrees(llama(), WORLD, ranks_per_node) == found
-    assert fitting_degrees(llama(), 3, 8) == []
-    assert fitting_degrees(Model(), WORLD, 8) == []
-    assert degrees_of(plan(tensor_parallel="auto", meshes=[(WORLD,), (2,)])) == {1, 2}
-    assert degrees_of(plan(meshes=[(WORLD,)])) == {1}
-    # A model without a plan has one degree.
+def test_auto_tries_degrees_that_fit_the_nodes_and_the_model() -> None:
+    """The model has two key heads and two layers."""
+    for world_size, per_node, degrees in ((4, 1, [1]), (4, 2, [1, 2]), (4, 8, [1, 2]), (3, 8, [1])):
+        machine = replace(MACHINE, ranks_per_node=per_node)
+        asked = request(tensor_parallel="auto", world_size=world_size, machine=machine)
+        assert asked.degrees(llama()) == degrees
+        assert asked.degrees(Model()) == [1]
+    assert request().degrees(llama()) == [1]
     with pytest.raises(ValueError, match="expected a model of transformers"):
-        linears(tensor_parallel=2)
-    found = linears(tensor_parallel=(1, 2), meshes=[(WORLD,), (2,)], parallelize=cut)
-    assert degrees_of(found) == {1, 2}
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("tensor_parallel", ()),
-        ("context_parallel", ()),
-        pytest.param("context_parallel", (WORLD,), marks=pytest.mark.thorough),
-    ],
-)
-def test_a_degree_is_simulated_as_by_itself(name: str, mesh: tuple[int, ...]) -> None:
-    """Also a mesh that equals that of an earlier simulation, whose process groups are gone."""
-    hook = sys.excepthook
-    for outcome in only(2).outcomes if name == "tensor_parallel" else shared(*mesh).outcomes:
-        candidate = outcome.candidate
-        assert is_quick(candidate)
-        assert candidate.data_parallel * candidate.tensor_parallel == WORLD
-        assert getattr(candidate, name) == 2
-        alone = one_step(llama, candidate, llama_batch(), machine=MACHINE)
-        assert outcome.times is not None
-        assert outcome.times.step == pytest.approx(alone.seconds)
-        assert outcome.memory == alone.memory
-        assert outcome.sent == alone.sent_bytes
-        assert outcome.items == TOKENS.numel() * 2 == TOKENS.numel() * candidate.num_batches
-    assert sys.excepthook is hook  # no prefix of a rank
-    assert {each.items for each in only(1).outcomes} == {TOKENS.numel() * WORLD}
-
-
-TENSOR = ["sent tensor", "of 2 tensor-parallel ranks each", "the tensor-parallel link (within a"]
-CONTEXT = ["sent context", "4, CP 2", "on 4 ranks in context-parallel groups of 2"]
-CONTEXT += ["the context-parallel link (within a node)"]
-
-
-@pytest.mark.parametrize(
-    ("name", "mesh", "least", "texts"),
-    [("tensor", (2,), 0.5, TENSOR), ("context", (WORLD,), 0.3, CONTEXT)],
-)
-def test_waits_for_a_link_are_a_part_of_the_step(
-    name: str, mesh: tuple[int], least: float, texts: list[str]
-) -> None:
-    slow = replace(MACHINE, within_node=replace(fe.H100.within_node, bandwidth=1e7))
-    planning = plan(machine=slow, **{f"{name}_parallel": 2}, meshes=[mesh])
-    times = planning.outcomes[0].times
-    assert times is not None
-    assert times.shares()[f"{name} link"] > least
-    assert times.shares().keys() <= TIME_COLOURS.keys()
-    assert sum(times.shares().values()) == pytest.approx(1, abs=0.01)
-    for text in texts:
-        assert text in str(planning)
-    assert planning.simulate is not None
-    step = planning.simulate(planning.outcomes[0].candidate)
-    assert f"waits for the {name} link" in page_of(planning, step)
+        request(tensor_parallel=2).degrees(Model())
+    assert request(tensor_parallel=(1, 2), parallelize=cut).degrees(Model()) == [1, 2]
+    assert request(pipeline="auto").pipelines(llama()) == [1, 2]
+    assert request(pipeline="auto").pipelines(nn.Linear(2, 2)) == [1]
+    assert request(pipeline="auto", world_size=2).pipelines(llama()) == [1]
 
 
 def degrees_in(found: PlanRequest, *degrees: int) -> set[tuple[int, ...]]:
@@ -174,7 +132,7 @@ def test_auto_tries_context_parallelism_for_long_sequences(simulated: list[Any])
     tokens = torch.zeros(1, 2**15, dtype=torch.long)
     long = {"input_ids": tokens, "labels": tokens}
     assert contexts_of(plan(context_parallel="auto", meshes=[(WORLD,)])) == {(4, 1)}
-    found = plan(long, context_parallel="auto", meshes=[(2, 2)])
+    found = plan(batch=long, context_parallel="auto", meshes=[(2, 2)])
     assert contexts_of(found) == {(2, 2, 1), (2, 2, 2)}
 
 
@@ -193,22 +151,183 @@ def test_a_global_batch_too_small_for_data_parallel_ranks_alone(
         plan(tensor_parallel=2, global_batch=32)
 
 
+def test_other_numbers_of_ranks_leave_out_degrees_that_do_not_divide_them(
+    simulated: list[Any],
+) -> None:
+    found = plan(tensor_parallel=(1, 2), meshes=[(4,), (2,)]).scaling([1, 2])
+    assert [each.label for each in found.rows] == ["1", "2"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: only(tensor=2), id="tensor"),
+        pytest.param(shared, id="context"),
+        pytest.param(lambda: shared(WORLD), id="one axis", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_degree_is_simulated_as_by_itself(make: Callable[[], fe.StrategyPlan]) -> None:
+    """Also a mesh that equals that of an earlier simulation, whose process groups are gone."""
+    hook = sys.excepthook
+    for outcome in make().outcomes:
+        candidate = outcome.candidate
+        assert is_quick(candidate)
+        assert candidate.data_parallel * candidate.tensor_parallel == WORLD
+        options = {"machine": MACHINE, "microbatches": MICROBATCHES}
+        assert_outcome_of(simulated_as(candidate, llama, llama_batch(), **options), outcome)
+        assert outcome.items == ITEMS * 2 == ITEMS * candidate.num_batches
+    assert sys.excepthook is hook  # no prefix of a rank
+    assert {each.items for each in only().outcomes} == {ITEMS * WORLD}
+
+
+LINKS: list[tuple[str, dict[str, Any], float, list[str]]] = [
+    ("inner link", {"meshes": [(2,)], "world_size": 2}, 0.3, ["(within a node)"]),
+    ("outer link", {"meshes": [(2, 2)], "fitting": 1}, 0.3, ["(between nodes)"]),
+    (
+        "tensor link",
+        {"tensor_parallel": 2, "meshes": [(2,)]},
+        0.5,
+        ["sent tensor", "of 2 tensor-parallel ranks each", "the tensor-parallel link (within a"],
+    ),
+    (
+        "context link",
+        {"context_parallel": 2, "meshes": [(WORLD,)], "microbatches": 8},
+        0.3,
+        [
+            *("sent context", "4, CP 2", "on 4 ranks in context-parallel groups of 2"),
+            "the context-parallel link (within a node)",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "least", "texts"), LINKS)
+def test_waits_for_a_link_are_a_part_of_the_step_and_the_bottleneck_is_named(
+    name: str, options: dict[str, Any], least: float, texts: list[str]
+) -> None:
+    link = "between_nodes" if name == "outer link" else "within_node"
+    bandwidth = 1e6 if name == "outer link" else 1e7
+    slow = replace(MACHINE, **{link: replace(getattr(fe.H100, link), bandwidth=bandwidth)})
+    planning = plan(machine=slow, **options)
+    shares = times_of(planning.outcomes[0]).shares()
+    assert shares[name] > least
+    assert shares.keys() <= TIME_COLOURS.keys()
+    assert sum(shares.values()) == pytest.approx(1, abs=0.01)
+    for text in texts:
+        assert text in str(planning)
+    assert "Bottleneck: the " + name.split()[0] in str(planning)
+    assert planning.simulate is not None
+    step = planning.simulate(planning.outcomes[0].candidate)
+    assert f"waits for the {name}" in page_of(planning, step)
+
+
+# Pipelines.
+
+
+def test_a_plan_tries_pipelines_beside_data_parallelism() -> None:
+    of_pipelines = [each.candidate for each in only(pipeline=2).outcomes]
+    assert {(each.mesh, each.schedule) for each in of_pipelines} == {((2,), "1F1B")}
+    assert len(of_pipelines) == 3
+    assert {each.items for each in only(pipeline=2).outcomes} == {2 * ITEMS}
+    assert len({each.checkpoint_bytes for each in planned().outcomes}) == 1
+    text = " ".join(str(only(pipeline=2)).split())
+    assert "2, PP 2" in text
+    assert "PP: ranks of a pipeline" in text
+    assert times_of(only(pipeline=2).outcomes[0]).shares()["other stages"] > 0.05
+    assert "Stages wait for each other: more microbatches, of fewer" in text
+
+
+@pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.thorough)])
+def test_a_row_is_a_quick_simulation_of_the_pipeline(context: int) -> None:
+    """Of the model's stages and the cross-entropy of logits; with context parallelism, too."""
+    tokens = llama_batch()["input_ids"]
+    each = only(pipeline=2).outcomes[0]
+    if context == 2:
+        planning = plan(pipeline=2, context_parallel=2, meshes=[(2,)], fitting=1)
+        assert "2, CP 2, PP 2" in str(planning)
+        (each,) = planning.outcomes
+        level = each.candidate.strategy
+        rows = only(pipeline=2).outcomes
+        (whole,) = (other for other in rows if other.candidate.strategy == level)
+        assert (each.items * 2, each.model_flops * 2) == (whole.items, whole.model_flops)
+        assert each.sent["context"] > 0
+    found = fe.simulate_pipeline(
+        fe.CausalLMStages(llama),
+        WORLD,
+        pipeline=2,
+        context_parallel=context,
+        microbatches=MICROBATCHES,
+        batch=tokens,
+        target=tokens,
+        strategy=each.candidate.strategy,
+        machine=MACHINE,
+        quick=True,
+    )
+    times = times_of(each)
+    assert (times.step, each.peak_bytes) == (found.seconds, max(found.peak_bytes))
+    assert times.exposed["pipeline"] == pytest.approx(sum(found.bubble_seconds) / 2)
+    assert times.mfu == pytest.approx(found.mfu)
+
+
+def stage(index: int = 0, num_stages: int = 1) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+
+
+def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
+    """DualPipeV needs four of them with four stages. A rank's rows are a multiple of the ranks of
+    the pipeline: 15 rows of two data-parallel ranks could not be cut into an even number."""
+
+    def search(build: Any, global_batch: int) -> BatchSearch:
+        asked = request(build=build, world_size=WORLD, machine=MACHINE)
+        return BatchSearch(Job(asked, Known(), 1), global_batch)
+
+    candidate = Candidate((2,), "optim", "no_shard", False, pipeline=2)
+    found = search(deep_llama, 2 * 16 * 32)  # 16 rows of a rank
+    assert found.sizes(replace(candidate, schedule="1F1B")) == [1, 2, 4, 8]
+    assert found.sizes(replace(candidate, schedule="DualPipeV")) == [1, 2, 4]
+    found = search(llama, 30 * 32)
+    assert found.batch_of(candidate) == 2 * 16 * 32
+    assert found.sizes(candidate) == [1, 2, 4, 8]
+    assert found.sizes(replace(candidate, pipeline=1)) == [1, 3, 5, 15]
+    with pytest.raises(ValueError, match="global_batch: expected a size whose microbatches"):
+        plan(
+            stage,
+            lambda size: (torch.zeros(size, 16), torch.zeros(size, 16)),
+            stages=stage,
+            stage_loss=F.mse_loss,
+            pipeline=2,
+            schedules="DualPipeV",
+            global_batch=4,
+        )
+
+
 # What a plan says is then trained.
 
 
-def cut_linears(degree: int, sizes: tuple[int, ...]) -> Any:
-    options = {"tensor_parallel": degree, "meshes": [sizes]}
-    return functools.cache(lambda: linears(parallelize=cut, fitting=1, **options))
+def _loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool, int]:
-    """Losses of two steps on the planned ranks, sizes of the engine's mesh, whether the model has
+def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Losses of two steps."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(2):
+        is_linears = isinstance(model, Model)
+        loss = model(TOKENS % 16) if is_linears else _loss(model(TOKENS).logits, TOKENS)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def _train(path: str, build: Callable[[], nn.Module], parallelize: Any) -> tuple[Any, ...]:
+    """Losses of two steps on the planned ranks, sizes of the engine's mesh, whether the model had
     DTensors, and context-parallel ranks."""
-    planning = fe.StrategyPlan.load(path)
-    if case == "linears":
-        planning = replace(planning, parallelize=cut)
+    planning = replace(fe.StrategyPlan.load(path), parallelize=parallelize)
     torch.manual_seed(0)
-    model = llama() if case == "llama" else Model()
+    model = build()
     has_dtensors: list[bool] = []
     original = fe.sharding.make_engine
 
@@ -225,42 +344,37 @@ def _losses(path: str, case: str) -> tuple[list[float], tuple[int, ...], bool, i
     return _trained(model, optimizer), sizes, *has_dtensors, num_context
 
 
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """Losses of two steps."""
-    losses = []
-    for _ in range(2):
-        loss: Tensor
-        if isinstance(model, Model):
-            loss = model(TOKENS % 16)
-        else:
-            loss = model(input_ids=TOKENS, labels=TOKENS).loss
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def linears(degree: int, sizes: tuple[int, ...]) -> fe.StrategyPlan:
+    options = {"tensor_parallel": degree, "meshes": [sizes], "parallelize": cut}
+    return plan(Model, TOKENS % 16, fitting=1, **options)
 
 
 @pytest.mark.parametrize(
-    ("make", "degree", "context", "sizes"),
+    ("make", "build", "parallelize", "degree", "context", "sizes"),
     [
-        pytest.param(lambda: only(2), 2, 1, (2,), id="llama"),
-        pytest.param(cut_linears(2, (2, 1)), 2, 1, (2, 1), id="two axes"),
-        pytest.param(cut_linears(4, (1,)), 4, 1, (1,), id="no data parallelism"),
+        pytest.param(lambda: only(tensor=2), llama, None, 2, 1, (2,), id="llama"),
+        pytest.param(lambda: linears(2, (2, 1)), Model, cut, 2, 1, (2, 1), id="two axes"),
+        pytest.param(lambda: linears(4, (1,)), Model, cut, 4, 1, (1,), id="no data parallelism"),
         # Attention of CPUs is not ring attention: all ranks have whole sequences here.
-        pytest.param(shared, 1, 2, (2, 2), id="context"),
+        pytest.param(shared, llama, None, 1, 2, (2, 2), id="context"),
     ],
 )
 def test_a_planned_model_trains_on_its_ranks(
-    ranks: Ranks, tmp_path: Path, make: Any, degree: int, context: int, sizes: tuple[int, ...]
+    ranks: Ranks,
+    tmp_path: Path,
+    make: Callable[[], fe.StrategyPlan],
+    build: Callable[[], nn.Module],
+    parallelize: Any,
+    degree: int,
+    context: int,
+    sizes: tuple[int, ...],
 ) -> None:
-    make().save(tmp_path / "plan.json")
-    case = "llama" if make().setting.model == "LlamaForCausalLM" else "linears"
+    path = str(tmp_path / "plan.json")
+    make().save(path)
     torch.manual_seed(0)
-    model = llama() if case == "llama" else Model()
-    expected = _trained(model, torch.optim.AdamW(model.parameters()))
-    found = ranks.run(_losses, str(tmp_path / "plan.json"), case, world_size=WORLD)
-    for losses, engine_sizes, has_dtensors, num_context in found:
+    expected = _trained(build())
+    for losses, *others in ranks.run(_train, path, build, parallelize, world_size=WORLD):
+        engine_sizes, has_dtensors, num_context = others
         assert losses == pytest.approx(expected, rel=1e-4)
         assert math.prod(engine_sizes) == WORLD // degree
         assert engine_sizes[-1] == sizes[-1]
@@ -268,33 +382,96 @@ def test_a_planned_model_trains_on_its_ranks(
         assert num_context == context
 
 
-def _refused(path: str, other: str) -> str:
-    planning = fe.StrategyPlan.load(other if dist.get_rank() == 1 else path)
-    model = llama()
-    try:
-        planning.shard(model)
-    except (ValueError, RuntimeError) as error:
-        assert not any(isinstance(each, DTensor) for each in model.parameters())
-        return str(error)
-    return ""
+def _train_stages(path: str, build: Callable[[], nn.Module]) -> tuple[list[float], bool]:
+    """Losses of two steps of the planned stages, where this rank has the last one, and whether
+    there are DTensors."""
+    stages = fe.StrategyPlan.load(path).shard_stages(fe.CausalLMStages(build))
+    params = [param for stage in stages for param in stage.submod.parameters()]
+    optimizer = fe.shard_optimizer(torch.optim.AdamW(params))
+    count = 2 * len(stages)
+    schedule: Any = Schedule1F1B(stages[0], count, loss_fn=_loss)
+    if len(stages) > 1:
+        schedule = ScheduleZBVZeroBubble(list(stages), count, loss_fn=_loss)
+    inputs = (TOKENS,) if stages[0].is_first else ()
+    is_last = any(each.is_last for each in stages)
+    losses: list[float] = []
+    for _ in range(2):
+        found: list[Tensor] = []
+        schedule.step(*inputs, **({"target": TOKENS, "losses": found} if is_last else {}))
+        losses += [sum(each.item() for each in found) / count] if is_last else []
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, any(isinstance(each, DTensor) for each in params)
 
 
-def test_plans_that_differ_between_ranks_are_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"found .* 2 tensor-parallel .*planning.shard"):
-        _ = only(2).best  # fe.shard would not apply it
-    path, other = str(tmp_path / "plan.json"), str(tmp_path / "other.json")
-    only(2).save(path)
-    for planning, message in (
-        (only(1), "expected the same on all ranks"),
-        (only(2).within(1000.0), "expected a candidate that fits"),
-        (
-            replace(only(2), setting=replace(both().setting, world_size=2)),
-            "expected a plan for 4 ranks; found one for 2",
+@pytest.mark.parametrize(
+    ("build", "options"),
+    [
+        (llama, {}),
+        pytest.param(llama, {"tensor_parallel": 2, "meshes": [(1,)]}, marks=pytest.mark.thorough),
+        pytest.param(llama, {"meshes": [(2,)], "context_parallel": 2}, marks=pytest.mark.thorough),
+        pytest.param(
+            deep_llama,
+            {"meshes": [(2,)], "schedules": "ZBVZeroBubble", "microbatches": 4},
+            marks=[pytest.mark.thorough, passes_on_to_itself],
         ),
+    ],
+    ids=["data parallel", "tensor parallel", "context parallel", "split backwards"],
+)
+def test_planned_stages_train_on_their_ranks(
+    ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module], options: dict[str, Any]
+) -> None:
+    """All data-parallel ranks have the same sequences, whole ones."""
+    path = str(tmp_path / "plan.json")
+    planning = plan(build, pipeline=2, fitting=1, **options) if options else only(pipeline=2)
+    planning.save(path)
+    found = ranks.run(_train_stages, path, build, world_size=WORLD)
+    last = [losses for losses, _ in found if losses]
+    assert len(last) == 2
+    for losses in last:
+        assert losses == pytest.approx(_trained(build()), rel=1e-4)
+    assert {has_dtensors for _, has_dtensors in found} == {"tensor_parallel" in options}
+
+
+def _refused(paths: list[str], case: str) -> str:
+    """The error of a model or of stages, where rank 1 has another plan, or rank 2 no stage."""
+
+    def stages(index: int, num_stages: int) -> nn.Module:
+        if case == "no weights here" and dist.get_rank() == 2:
+            raise OSError(case)
+        return fe.CausalLMStages(llama)(index, num_stages)
+
+    planning, model = fe.StrategyPlan.load(paths[dist.get_rank() == 1]), llama()
+    shard = partial(planning.shard, model)
+    if case != "model":
+        shard = partial(planning.shard_stages, stages)
+    with pytest.raises((OSError, RuntimeError, ValueError)) as caught:
+        shard()
+    assert not any(isinstance(each, DTensor) for each in model.parameters())
+    return str(caught.value)
+
+
+def test_plans_that_do_not_fit_the_ranks_are_refused_on_all(ranks: Ranks, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("plan.json", "other.json")]
+    of_two = replace(only(tensor=2), setting=replace(planned().setting, world_size=2))
+    for planning, other, case, message in (
+        (only(tensor=2), only(), "model", "expected the same on all ranks"),
+        (only(tensor=2), only(tensor=2).within(1000.0), "model", "expected a candidate that fits"),
+        (only(tensor=2), of_two, "model", "expected a plan for 4 ranks; found one for 2"),
+        (only(pipeline=2), None, "model", "expected a candidate without a pipeline"),
+        (only(), None, "stages", "expected a candidate with a pipeline"),
+        (only(pipeline=2), None, "no weights here", "no weights here"),
     ):
-        planning.save(other)
-        for told in ranks.run(_refused, path, other, world_size=WORLD):
-            assert message in told
+        planning.save(paths[0])
+        (other or planning).save(paths[1])
+        for found in ranks.run(_refused, paths, case, world_size=WORLD):
+            assert message in found
+    with pytest.raises(ValueError, match=r"found .* pipeline .*planning.shard_stages"):
+        _ = only(pipeline=2).best
+    with pytest.raises(ValueError, match=r"found .* 2 tensor-parallel .*planning.shard"):
+        _ = only(tensor=2).best  # fe.shard would not apply it
+    with pytest.raises(ValueError, match="stages: expected a function"):
+        fe.StrategyPlan.load(paths[0]).shard_stages()
 
 
 def _shard_the_data_parallel_ranks(path: str) -> str:
@@ -306,24 +483,9 @@ def _shard_the_data_parallel_ranks(path: str) -> str:
 
 
 def test_auto_takes_the_candidates_of_the_meshs_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    both().save(tmp_path / "plan.json")
-    chosen = only(2).outcomes[0].candidate
-    found = ranks.run(_shard_the_data_parallel_ranks, str(tmp_path / "plan.json"), world_size=WORLD)
+    path = str(tmp_path / "plan.json")
+    both = (*only().outcomes, *only(tensor=2).outcomes)
+    replace(planned(), outcomes=both).save(path)
+    chosen = only(tensor=2).outcomes[0].candidate
+    found = ranks.run(_shard_the_data_parallel_ranks, path, world_size=WORLD)
     assert found == [f"({chosen.strategy}, {chosen.outer_strategy})"] * WORLD
-
-
-def test_other_numbers_of_ranks_leave_out_degrees_that_do_not_divide_them(
-    simulated: list[Any],
-) -> None:
-    found = plan(tensor_parallel=(1, 2), meshes=[(4,), (2,)]).scaling([1, 2])
-    assert [each.label for each in found.rows] == ["1", "2"]
-
-
-def test_a_saved_plan_has_its_degrees(tmp_path: Path) -> None:
-    both().save(tmp_path / "plan.json")
-    assert fe.StrategyPlan.load(tmp_path / "plan.json").outcomes == both().outcomes
-    content = json.loads((tmp_path / "plan.json").read_text())
-    content["outcomes"][0]["candidate"]["tensor_parallel"] = "two"
-    (tmp_path / "other.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match="expected a plan as written by `save`"):
-        fe.StrategyPlan.load(tmp_path / "other.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ import fsdp_engine as fe
 from fsdp_engine.planner import job
 from fsdp_engine.planner.fewer_blocks import Repeated, find_repeated
 from tests.matrices import thorough_but
-from tests.planner.made_plans import Words, quick_plan, words
+from tests.planner.made_plans import Words, assert_same_outcome, quick_plan, words
 
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 DEPTH = 22
@@ -22,8 +23,7 @@ DEVICE = replace(fe.H100, ranks_per_node=2)
 SLOW = replace(DEVICE, between_nodes=replace(DEVICE.between_nodes, bandwidth=2e8))
 
 
-def deep() -> nn.Module:
-    return Words(num_blocks=DEPTH)
+deep = partial(Words, num_blocks=DEPTH)
 
 
 def planned(make: Any = fe.plan, **options: Any) -> tuple[fe.StrategyPlan, list[int]]:
@@ -70,16 +70,7 @@ def test_a_deep_model_has_the_rows_of_all_of_its_blocks(
     rows = {each.candidate: each for each in found.outcomes}
     assert len(rows) == len(expected.outcomes)
     for row in expected.outcomes:
-        of_fewer = rows[row.candidate]
-        assert of_fewer.memory == row.memory
-        assert of_fewer.elsewhere == row.elsewhere
-        assert of_fewer.checkpoint_bytes == row.checkpoint_bytes
-        assert of_fewer.sent == pytest.approx(row.sent)
-        assert of_fewer.model_flops == pytest.approx(row.model_flops)
-        assert of_fewer.times is not None
-        assert row.times is not None
-        assert of_fewer.times.shares() == pytest.approx(row.times.shares(), abs=1e-9)
-        assert of_fewer.times.step == pytest.approx(row.times.step, rel=1e-9)
+        assert_same_outcome(rows[row.candidate], row)
 
 
 class Uneven(nn.Module):

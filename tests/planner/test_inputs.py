@@ -14,6 +14,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.planner.command_inputs import default_loss, example_inputs, model_builder
 from tests.planner.made_plans import LLAMA
+from tests.planner.simulation.scene import on_meta
 
 _TEXT = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
 _TEXT |= {"intermediate_size": 32, "vocab_size": 64}
@@ -21,64 +22,37 @@ _TEXT |= {"intermediate_size": 32, "vocab_size": 64}
 _T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
 _T5["decoder_start_token_id"] = 0
 
-# Class, config, sizes, and the shapes that its forward should get.
-FAMILIES: dict[str, tuple[str, Any, tuple[int, ...], dict[str, tuple[int, ...]]]] = {
-    "decoder": (
-        "LlamaForCausalLM",
-        transformers.LlamaConfig(**_TEXT),
-        (2, 8),
-        {"input_ids": (2, 8), "labels": (2, 8)},
-    ),
-    "classifier": (
-        "BertForSequenceClassification",
-        transformers.BertConfig(**_TEXT),
-        (2, 8),
-        {"input_ids": (2, 8), "labels": (2,)},
-    ),
-    "encoder-decoder": (
-        "T5ForConditionalGeneration",
-        transformers.T5Config(**_T5),
-        (2, 8),
-        {"input_ids": (2, 8), "labels": (2, 8)},
-    ),
-    "encoder-decoder without a head": (
-        "T5Model",
-        transformers.T5Config(**_T5),
-        (2, 8),
-        {"input_ids": (2, 8), "decoder_input_ids": (2, 8)},
-    ),
-    "images": (
+WHISPER = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 32}
+WHISPER |= {"num_mel_bins": 8, "max_source_positions": 10}
+TOKENS = {"input_ids": (2, 8)}
+
+# Class, options of its config, sizes, and the shapes that its forward should get.
+FAMILIES: list[tuple[str, dict[str, int], tuple[int, ...], dict[str, tuple[int, ...]]]] = [
+    ("LlamaForCausalLM", _TEXT, (2, 8), {**TOKENS, "labels": (2, 8)}),
+    ("BertForSequenceClassification", _TEXT, (2, 8), {**TOKENS, "labels": (2,)}),
+    ("T5ForConditionalGeneration", _T5, (2, 8), {**TOKENS, "labels": (2, 8)}),
+    ("T5Model", _T5, (2, 8), {**TOKENS, "decoder_input_ids": (2, 8)}),
+    (
         "ViTForImageClassification",
-        transformers.ViTConfig(**_TEXT, image_size=16, patch_size=8),
+        {**_TEXT, "image_size": 16, "patch_size": 8},
         (2,),
         {"pixel_values": (2, 3, 16, 16), "labels": (2,)},
     ),
-    "spectrograms": (
+    (
         "WhisperForAudioClassification",
-        transformers.WhisperConfig(
-            d_model=16,
-            encoder_layers=1,
-            encoder_attention_heads=2,
-            encoder_ffn_dim=32,
-            num_mel_bins=8,
-            max_source_positions=10,
-        ),
+        WHISPER,
         (2,),
         {"input_features": (2, 8, 20), "labels": (2,)},
     ),
-}
+]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_example_inputs_match_the_forward_of_a_model(family: str) -> None:
-    name, config, sizes, shapes = FAMILIES[family]
+@pytest.mark.parametrize(("name", "options", "sizes", "shapes"), FAMILIES)
+def test_example_inputs_match_the_forward_of_a_model(
+    name: str, options: dict[str, int], sizes: tuple[int, ...], shapes: dict[str, tuple[int, ...]]
+) -> None:
     architecture = getattr(transformers, name)
-
-    def build() -> nn.Module:
-        with torch.device("meta"):
-            model: nn.Module = architecture(config)
-        return model
-
+    build = on_meta(lambda: architecture(architecture.config_class(**options)))
     inputs = example_inputs(build(), sizes)
     assert {key: tuple(value.shape) for key, value in inputs.items()} == shapes
     found = fe.simulate(build, 2, batch=inputs, loss=default_loss)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
@@ -20,26 +19,19 @@ from fsdp_engine.planner.figure import save_figure
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.state_places import offloads_to_host
 from fsdp_engine.terminal import format_bytes
-from tests.planner.made_plans import simulated
-from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, computing
-from tests.pool import Ranks
+from tests.planner.made_plans import assert_outcome_of, simulated_as, times_of
+from tests.planner.simulation.copying import ALONE, RANKS, ROWS, SAVED, WIDTH, Blocks, computing
 
 _, EVERYTHING = offloads_to_host()
 STATE_LANES = names_of_copies("state")
-WORLD, WIDTH, BLOCKS = 4, 256, 6
+WORLD, BLOCKS = 4, 6
+build = partial(Blocks, BLOCKS)  # most of its memory is optimizer state
 HOST = fe.Offload(optimizer_state="host")
 # A host that is fast enough to keep the device busy with small models.
 MACHINE = replace(fe.H100, ranks_per_node=2, host_seconds=0.0)
 PLENTY = 2.0**40
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 STATE = 8 * BLOCKS * WIDTH * WIDTH
-
-
-def build() -> nn.Module:
-    """Most of its memory is optimizer state."""
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False)) for _ in range(BLOCKS))
-    )
 
 
 def batch() -> torch.Tensor:
@@ -109,16 +101,13 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
 
 def test_an_offloaded_outcome_equals_its_simulation() -> None:
     chosen = chosen_of(planned_tightly())
-    found = simulated(build, chosen.candidate, batch(), machine=MACHINE, min_unit_size=0)
-    assert (chosen.memory, chosen.elsewhere) == (found.memory, found.elsewhere)
-    assert chosen.times is not None
-    assert chosen.times.step == found.seconds
-    assert chosen.times.exposed_sum == pytest.approx(found.exposed_seconds)
+    found = simulated_as(chosen.candidate, build, batch(), machine=MACHINE, min_unit_size=0)
+    assert_outcome_of(found, chosen)
+    times = times_of(chosen)
     waited = sum(found.exposed_by_lane.get(lane, 0.0) for lane in STATE_LANES)
     assert waited > 0
-    assert chosen.times.exposed["state"] == pytest.approx(waited)
-    assert chosen.times.shares()["state copies"] == pytest.approx(waited / found.seconds)
-    assert sum(chosen.times.shares().values()) == pytest.approx(1.0)
+    assert times.exposed["state"] == pytest.approx(waited)
+    assert times.shares()["state copies"] == pytest.approx(waited / found.seconds)
 
 
 def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
@@ -135,19 +124,6 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
     drawn = (tmp_path / "plan.svg").read_text()
     assert ", offload" in drawn
     assert "waits for the state copies" in drawn
-
-
-def shard_by_plan(path: str) -> str:
-    with_plan = {"strategy": fe.StrategyPlan.load(path), "options": fe.Options(min_unit_size=0)}
-    engine = fe.shard(build(), initial_values="rank0", **with_plan)
-    assert dist.get_world_size() == WORLD
-    return engine.offload.optimizer_state
-
-
-def test_shard_takes_it_from_a_plan(ranks: Ranks, tmp_path: Path) -> None:
-    planned_tightly().save(tmp_path / "plan.json")
-    places = ranks.run(shard_by_plan, str(tmp_path / "plan.json"), world_size=WORLD)
-    assert places == ["host"] * WORLD
 
 
 def test_formulas_try_it_too() -> None:
@@ -176,18 +152,6 @@ POLICIES = {
 }
 
 
-def shards_gradients(level: str) -> bool:
-    return level in LEVELS[2:]
-
-
-class Linears(nn.Sequential):
-    """Blocks without padding."""
-
-    def __init__(self) -> None:
-        blocks = [nn.Sequential(nn.Linear(32, 32, bias=False)) for _ in range(3)]
-        super().__init__(*blocks)
-
-
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
@@ -199,10 +163,10 @@ def test_an_estimate_is_the_simulation_of_what_lies_elsewhere(
     offload = fe.Offload(place, tmp_path, main_weights=place, gradients=place, step_on=step_on)
     options = {"offload": offload, "mp_policy": POLICIES[policy], "strategy": level}
     tries: list[Any] = [
-        partial(estimate, Linears(), world_size=4, min_unit_size=0, **options),
-        partial(fe.simulate, Linears, 4, batch=torch.ones(1, 32), min_unit_size=0, **options),
+        partial(estimate, Blocks(), world_size=4, min_unit_size=0, **options),
+        partial(fe.simulate, Blocks, 4, batch=batch(), min_unit_size=0, **options),
     ]
-    refused = "" if shards_gradients(level) else r"offload\.gradients: expected 'device'"
+    refused = "" if level in LEVELS[2:] else r"offload\.gradients: expected 'device'"
     if (level, policy) == ("optim_grads", "fp32"):
         refused = r"offload\.main_weights: expected main weights .* no part of compute weights"
     if refused:
@@ -240,8 +204,7 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert all(each.lacking for each in planning.outcomes if each.candidate.offload != EVERYTHING)
     assert planning.best["extensions"] == [EVERYTHING]
     assert "everything on the host" in str(planning)
-    assert chosen.times is not None
-    assert chosen.times.exposed["state"] > 0
+    assert times_of(chosen).exposed["state"] > 0
     # A machine without the figure of its host's memory.
     planning = plan("auto", limit, machine=replace(MACHINE, host_memory_bandwidth=None))
     assert {each.candidate.offload for each in planning.outcomes} == {None, HOST}
@@ -285,8 +248,7 @@ def ways_of(planning: fe.StrategyPlan) -> set[bool | str]:
 def test_activations_on_the_host_are_chosen_where_they_do_not_fit_and_copies_are_hidden() -> None:
     limit = least_of(False) - 1
     planning = planned_of(limit)
-    chosen = planning.chosen
-    assert chosen is not None
+    chosen = chosen_of(planning)
     assert chosen.candidate.checkpointing == "offload"
     assert chosen.elsewhere == {"host": 2 * PAIRS_OF_LINEARS * SAVED}
     assert chosen.peak_bytes <= limit
@@ -303,18 +265,14 @@ def test_blocks_are_recomputed_where_copies_take_longer() -> None:
     assert ways_of(planned_of(PLENTY)) == KEPT_OR_NOT
     planning = planned_of(least_of(False) - 1, SLOW)
     assert ways_of(planning) == {*KEPT_OR_NOT, "offload"}
-    assert planning.chosen is not None
-    assert planning.chosen.candidate.checkpointing is True
+    assert chosen_of(planning).candidate.checkpointing is True
     (slow, *_) = (each for each in planning.outcomes if each.candidate.checkpointing == "offload")
-    candidate, times = slow.candidate, slow.times
-    assert times is not None
-    found = simulated(
-        build_pairs, candidate, torch.zeros(ROWS, WIDTH), machine=SLOW, min_unit_size=0
-    )
+    rows = torch.zeros(ROWS, WIDTH)
+    found = simulated_as(slow.candidate, build_pairs, rows, machine=SLOW, min_unit_size=0)
+    assert_outcome_of(found, slow)
     waited = sum(found.exposed_by_lane[lane] for lane in ACTIVATION_LANES)
-    assert (times.step, slow.memory) == (found.seconds, found.memory)
-    assert times.exposed["activations"] == pytest.approx(waited)
-    assert times.shares()["activation copies"] == pytest.approx(waited / found.seconds)
+    assert times_of(slow).exposed["activations"] == pytest.approx(waited)
+    assert times_of(slow).shares()["activation copies"] == pytest.approx(waited / found.seconds)
     alone = planned_of(PLENTY, SLOW, checkpointing=("offload",))
     assert "Bottleneck: copies of activations; " in str(alone)
 

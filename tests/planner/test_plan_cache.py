@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +19,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
-from torch.utils.checkpoint import CheckpointPolicy
 
 import fsdp_engine as fe
 from fsdp_engine.planner import job, plan_cache, strategy_search
@@ -50,13 +50,9 @@ SCRIPT = """
 """
 
 
-def build() -> nn.Module:
-    return Words()
-
-
 def planned(**options: Any) -> fe.StrategyPlan:
     """Of one candidate, level 3."""
-    given = {"build": build, "batch": words, "world_size": 16, "meshes": [(2, 8)], **options}
+    given = {"build": Words, "batch": words, "world_size": 16, "meshes": [(2, 8)], **options}
     activations = given.pop("checkpointing", (True,))
     return quick_plan(fitting=1, checkpointing=activations, cache=True, **given)
 
@@ -85,23 +81,19 @@ def test_cached_rows_are_exactly_those_computed(
 
     monkeypatch.setattr(job, "simulate", counted)
     arguments = {"world_size": 16, "meshes": [(16,)], "checkpointing": (True,)}
-    first = fe.plan(build, words, cache=True, **arguments)
+    first = fe.plan(Words, words, cache=True, **arguments)
     assert len(tried) == 6  # four levels, and two variations of the choice
     assert cache_folder() == cache_home / "fsdp_engine" / "plans"
     assert len(list(cache_folder().glob("*.json"))) == 1
-    again = fe.plan(build, words, cache=True, **arguments)
+    again = fe.plan(Words, words, cache=True, **arguments)
     limit = min(each.peak_bytes for each in first.outcomes)
-    tight = fe.plan(build, words, cache=True, memory=limit, offload=None, **arguments)
+    tight = fe.plan(Words, words, cache=True, memory=limit, offload=None, **arguments)
     assert len(tried) <= 6 + 2  # variations of another choice
     assert (again.outcomes, again.trials) == (first.outcomes, first.trials)
     assert tight.outcomes == first.within(limit).outcomes
     tried.clear()
-    assert fe.plan(build, words, **arguments).outcomes == first.outcomes
+    assert fe.plan(Words, words, **arguments).outcomes == first.outcomes
     assert len(tried) == 6
-
-
-def wider() -> nn.Module:
-    return Words(dim=64)
 
 
 def with_an_attribute() -> nn.Module:
@@ -115,7 +107,7 @@ def scaled(factor: float) -> Callable[[Any], Tensor]:
 
 
 CHANGES: list[dict[str, Any]] = [
-    {"build": wider},
+    {"build": partial(Words, dim=64)},
     {"build": with_an_attribute},
     {"compile": True},
     {"batch": words(5)},
@@ -126,6 +118,8 @@ CHANGES: list[dict[str, Any]] = [
     {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
     {"optimizer": torch.optim.SGD},
     {"loss": scaled(2.0)},
+    {"stages": Words},
+    {"stage_loss": scaled(2.0)},
     {"units": ["blocks.*"]},
     {"min_unit_size": 0},
     {"config": fe.DistributedDataParallelConfig(fsdp_double_buffer=True)},
@@ -159,31 +153,23 @@ class _Unpicklable:
         raise TypeError("not this one")
 
 
-def test_a_config_of_generation_has_one_digest_in_all_processes() -> None:
-    """transformers keeps a hash in it, which differs between processes."""
-    config = pytest.importorskip("transformers").GenerationConfig
-    first, second, other = config(), config(), config(max_length=7)
-    first._original_object_hash, second._original_object_hash = 1, 2
-    assert digest(first) == digest(second) is not None
-    assert digest(first) != digest(other)
-
-
 def test_a_digest_is_that_of_code_and_values() -> None:
     assert digest(scaled(2.0)) == digest(scaled(2.0)) is not None
     assert digest(scaled(2.0)) != digest(scaled(3.0))
     assert digest([open]) is not None
     assert digest(iter([]).__class__) is not None
+    # transformers keeps a hash in a config of generation, which differs between processes.
+    config = pytest.importorskip("transformers").GenerationConfig
+    first, second, longer = config(), config(), config(max_length=7)
+    first._original_object_hash, second._original_object_hash = 1, 2
+    assert digest(first) == digest(second) is not None
+    assert digest(first) != digest(longer)
     words = [f"word {number}" for number in range(100)]
     other = set[str]()
-    for word in words[::-1]:
-        other.add(word)
+    other.update(words[::-1])
     assert digest({"of": set(words)}) == digest({"of": other})
     # An object that cannot be pickled is not cached.
     assert digest(each for each in ()) is None
-
-
-def keeps_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE
 
 
 def test_a_changed_source_file_is_not_answered(simulated: list[Any]) -> None:
@@ -211,7 +197,7 @@ def test_nothing_is_kept_of_newer_sources_of_policies_and_in_a_folder_without_ac
     monkeypatch: pytest.MonkeyPatch, cache_home: Path, simulated: list[Any]
 ) -> None:
     for count in (1, 2):
-        planned(checkpointing=(fe.Recompute(policy=keeps_all),))
+        planned(checkpointing=(fe.Recompute(policy=[torch.ops.aten.mm.default]),))
         assert len(simulated) == count
     planned(loss=_Unpicklable())
     monkeypatch.setattr(plan_cache, "_STARTED_NS", Path(__file__).stat().st_mtime_ns - 1)

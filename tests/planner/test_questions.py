@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def test_model_flops_are_those_of_palm_with_and_without_recomputation(
     checkpointing: bool, microbatches: int
 ) -> None:
     """6 flops for each token and element of a product, and 12 T^2 D for attention."""
+    build = partial(Transformer, num_blocks=2, dim=DIM)
     found = fe.simulate(
         build,
         WORLD,
@@ -102,15 +104,10 @@ def test_model_flops_are_those_of_palm_with_and_without_recomputation(
     assert found.mfu == pytest.approx(found.seconds_at_peak / found.seconds)
 
 
-def build() -> nn.Module:
-    return Transformer(num_blocks=2, dim=DIM)
-
-
 def test_flops_of_frozen_weights_are_not_in_their_backward() -> None:
     def frozen() -> nn.Module:
-        model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
-        model[0].weight.requires_grad_(False)
-        return model
+        first = nn.Linear(8, 16, bias=False).requires_grad_(False)
+        return nn.Sequential(first, nn.Linear(16, 4, bias=False))
 
     found = fe.simulate(frozen, 2, batch=torch.zeros(3, 8), strategy="optim")
     # Both forwards; the second one's weight has a gradient, and no input of it needs one.

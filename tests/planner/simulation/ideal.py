@@ -30,21 +30,13 @@ INNER, OUTER = 0, 1
 
 @dataclass(frozen=True)
 class IdealUnit:
-    """A unit of a model.
-
-    Attributes:
-        numel: its elements.
-        forward: seconds of its forward.
-        until_first: seconds of its backward until its first gradient is there.
-        backward: seconds of its backward in all.
-        reads_in_backward: its backward needs its weights.
-    """
+    """A unit of a model, and seconds of its computation."""
 
     numel: int
     forward: float
-    until_first: float
-    backward: float
-    reads_in_backward: bool = True
+    until_first: float  # of its backward until its first gradient is there
+    backward: float  # in all
+    reads_in_backward: bool = True  # its weights
 
 
 @dataclass(frozen=True)
@@ -61,19 +53,12 @@ class Network:
 
 
 class Ideal:
-    """The ideal step.
+    """The ideal step: its ``seconds``, and the seconds ``exposed`` in which compute waits.
 
     Args:
-        units: in the order of forward.
-        strategy: the levels.
-        network: ranks and links.
-        budgets: prefetched elements; elements of gradients in flight, and the number of reductions
+        units: In the order of forward.
+        budgets: Prefetched elements; elements of gradients in flight, and the number of reductions
             that are not waited for.
-        microbatches: of the step.
-
-    Attributes:
-        exposed: seconds in which compute waits.
-        seconds: of the step.
     """
 
     def __init__(

@@ -25,15 +25,7 @@ HOST = Machine("a host", Processor(_SPEED, 1e10, 1e10), _LINK, _LINK, NUM_RANKS,
 
 @dataclass(frozen=True)
 class Run:
-    """The configuration of a run.
-
-    Attributes:
-        name: of the model.
-        level: of the strategy.
-        checkpointing: of ``fe.checkpoint_units``; False: it is not called.
-        in_bf16: compute and communication in bf16.
-        microbatches: per step.
-    """
+    """A model by name, a level, and whether blocks are checkpointed and compute is in bf16."""
 
     name: str
     level: str
@@ -69,6 +61,39 @@ def planned(run: Run, machine: Machine = HOST) -> fe.Simulation:
     )
 
 
+def train(
+    model: nn.Module,
+    batch: dict[str, Any],
+    num_steps: int,
+    *,
+    engine: fe.Engine | None = None,
+    watch: LiveStorages | None = None,
+    microbatches: int = 1,
+) -> tuple[list[float], list[int]]:
+    """Losses of all microbatches, and the peak of each step but the first."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    if engine is not None:
+        fe.shard_optimizer(optimizer)
+    losses, peaks = [], []
+    for step in range(num_steps):
+        if step > 0 and watch is not None:
+            watch.restart()
+        for number in range(microbatches):
+            is_last = number == microbatches - 1
+            with nullcontext() if engine is None or is_last else engine.no_sync():
+                output = model(**batch)
+                loss = output if isinstance(output, torch.Tensor) else output.loss
+                del output
+                loss.backward()
+                losses.append(loss.item())
+                del loss
+        optimizer.step()
+        optimizer.zero_grad()
+        if step > 0 and watch is not None:
+            peaks.append(watch.peak)
+    return losses, peaks
+
+
 def measured(run: Run, num_steps: int = 2) -> int:
     """Most bytes that this rank held in the last step; to be called on all ranks."""
     gc.collect()  # of models before
@@ -76,23 +101,10 @@ def measured(run: Run, num_steps: int = 2) -> int:
     with LiveStorages() as watch:
         model = run.build()
         engine = fe.shard(model, **run.options)
-        optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters(), fused=True))
-        batch = MODELS[run.name].batch()
-        for step in range(num_steps):
-            if step == num_steps - 1:
-                watch.restart()
-            for number in range(run.microbatches):
-                is_last = number == run.microbatches - 1
-                with nullcontext() if is_last else engine.no_sync():
-                    output = model(**batch)
-                    loss = output if isinstance(output, torch.Tensor) else output.loss
-                    del output
-                    loss.backward()
-                    del loss
-            optimizer.step()
-            optimizer.zero_grad()
+        options: dict[str, Any] = {"watch": watch, "microbatches": run.microbatches}
+        _, peaks = train(model, MODELS[run.name].batch(), num_steps, engine=engine, **options)
     dist.barrier()
-    return watch.peak
+    return peaks[-1]
 
 
 def measured_all(runs: list[Run]) -> list[int]:

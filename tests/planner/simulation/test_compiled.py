@@ -7,6 +7,7 @@ import gc
 import json
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
@@ -32,26 +25,6 @@ from fsdp_engine.planner.simulation.fusion import Kernel, kernels_of
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.small_llama import llama
 from tests.pool import on_ranks
-
-
-def _sequence_parallel(model: nn.Module, mesh: DeviceMesh) -> None:
-    by_columns = ColwiseParallel(input_layouts=Shard(1))
-    by_rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    embedding = RowwiseParallel(
-        input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
-    )
-    plan: dict[str, Any] = {
-        "model.embed_tokens": embedding,
-        "model.layers.*.*_layernorm": SequenceParallel(),
-        "model.layers.*.self_attn.[qkv]_proj": by_columns,
-        "model.layers.*.self_attn.o_proj": by_rows,
-        "model.layers.*.mlp.[gu]*_proj": by_columns,  # gate and up
-        "model.layers.*.mlp.down_proj": by_rows,
-        "model.norm": SequenceParallel(),
-        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
-    }
-    parallelize_module(model, mesh, plan)
-
 
 WIDTH, WORDS, HEADS = 128, 512, 4
 BATCH = (4, 128)
@@ -105,7 +78,7 @@ class Decoder(nn.Module):
 
 def _simulate(how: str = "", world_size: int = 8, **options: Any) -> fe.Simulation:
     model = {name: options.pop(name) for name in ("depth", "is_checkpointed") if name in options}
-    return fe.simulate(lambda: Decoder(how, **model), world_size, batch=TOKENS, **options)
+    return fe.simulate(partial(Decoder, how, **model), world_size, batch=TOKENS, **options)
 
 
 _simulate_once = functools.cache(_simulate)
@@ -197,6 +170,18 @@ def test_compiled_blocks_take_less_time_and_memory(how: str) -> None:
     labels = {span.label for span in found.spans if span.module.startswith("blocks.1")}
     assert {"fused pow, mean, add, rsqrt, mul", "mm"} <= labels
     assert "silu" not in labels
+
+
+def test_fused_kernels_have_a_rate_of_their_own() -> None:
+    def simulated(how: str, share: float) -> tuple[float, float]:
+        """Seconds of fused kernels, and of the step."""
+        machine = replace(HOST, processor=replace(HOST.processor, fused_share=share))
+        found = _simulate(how, machine=machine)
+        fused = [each for each in found.spans if each.label.startswith("fused")]
+        return sum(each.end - each.start for each in fused), found.seconds
+
+    assert simulated("in place", 0.5)[0] == pytest.approx(2 * simulated("in place", 1.0)[0])
+    assert simulated("", 0.5) == simulated("", 1.0)
 
 
 @pytest.mark.parametrize("how", ["in place", "around"])
@@ -298,21 +283,14 @@ def test_kernels_of_functions(
         assert name in kernel.label.replace(",", "").split()
 
 
-def test_checkpoints_of_compiled_blocks_of_sequence_parallel_ranks() -> None:
+def test_checkpoints_of_compiled_blocks_of_tensor_parallel_ranks() -> None:
     """Attention is an operation with a random state. Recomputing it in a backward that also needs
     a mesh of DTensors is an error of torch 2.13 on CPUs, not on devices."""
     tokens = torch.zeros(2, 32, dtype=torch.long)
+    batch, again = {"input_ids": tokens, "labels": tokens}, [fe.Recompute()]
     eager, found = (
-        fe.simulate(
-            llama,
-            4,
-            batch={"input_ids": tokens, "labels": tokens},
-            tensor_parallel=2,
-            parallelize=_sequence_parallel,
-            extensions=[fe.Recompute()],
-            compile=is_compiled,
-        )
-        for is_compiled in (False, True)
+        fe.simulate(llama, 4, batch=batch, tensor_parallel=2, extensions=again, compile=each)
+        for each in (False, True)
     )
     assert found.compute_seconds < eager.compute_seconds
     assert found.model_flops == eager.model_flops

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.distributed.tensor.experimental._context_parallel._attention import _cp_options
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.clock import CONTEXT_LANE
 from fsdp_engine.planner.simulation.machine import Link
-from fsdp_engine.planner.simulation.meshes import meshes_with_values
 from fsdp_engine.planner.simulation.stage_messages import is_stage_lane
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.scene import pipelined
@@ -54,16 +46,12 @@ class Block(nn.Module):
         return x + self.out(found.transpose(1, 2).flatten(2))
 
 
-def one_block() -> nn.Module:
-    return blocks(1)
-
-
 def blocks(count: int = NUM_BLOCKS) -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(count)))
 
 
-def not_causal() -> nn.Module:
-    return Block(is_causal=False)
+one_block = partial(blocks, 1)
+not_causal = partial(Block, is_causal=False)
 
 
 def simulated(size: int, build: Any = blocks, **options: Any) -> fe.Simulation:
@@ -72,7 +60,7 @@ def simulated(size: int, build: Any = blocks, **options: Any) -> fe.Simulation:
     return fe.simulate(build, given.pop("world_size", 8), context_parallel=size, **given)
 
 
-simulated_once = functools.cache(simulated)
+simulated_once = cache(simulated)
 
 
 def on_context_lane(found: fe.Simulation) -> list[Any]:
@@ -161,55 +149,6 @@ def test_stages_of_a_pipeline_have_a_part_of_each_sequence() -> None:
 def kv_bytes(size: int, itemsize: int) -> int:
     """Of a rank's keys and values, with two sequences."""
     return 2 * 2 * KEY_HEADS * (LENGTH // size) * SIZE * itemsize
-
-
-class Messages(TorchDispatchMode):
-    """Operation and bytes of each collective, in ``found``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, int]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # operations on local tensors follow
-        out = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        if func.namespace == "_c10d_functional" and name != "wait_tensor":
-            self.found.append((name, args[0].numel() * args[0].itemsize))
-        return out
-
-
-@contextmanager
-def eight_fake_ranks() -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        with meshes_with_values(), FakeTensorMode():
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
-def test_torchs_own_ring_attention_has_these_messages() -> None:
-    """Called without a simulation, on a fused kernel of CUDA's name and shapes."""
-    size = 4
-    with eight_fake_ranks():
-        mesh = init_device_mesh("cpu", (2, size), mesh_dim_names=("dp", "cp"))
-        tokens = torch.zeros(2, LENGTH)
-        with context_parallel(mesh["cp"], buffers=[tokens], buffer_seq_dims=[1]):
-            given = []
-            for heads in (HEADS, KEY_HEADS, KEY_HEADS):
-                local = torch.zeros(2, heads, tokens.shape[1], SIZE, dtype=torch.bfloat16)
-                local.requires_grad_()
-                given.append(DTensor.from_local(local, mesh["cp"], [Shard(2)], run_check=False))
-            with Messages() as messages:
-                out = torch.ops.aten._scaled_dot_product_flash_attention(*given, is_causal=True)[0]
-                out.to_local().sum().backward()
-    gather = ("all_gather_into_tensor", kv_bytes(size, 2))
-    gradients = ("all_to_all_single", kv_bytes(size, 4))
-    assert messages.found == [gather, gather, *[gradients] * size]
 
 
 def test_labels_positions_and_heads_are_sharded() -> None:

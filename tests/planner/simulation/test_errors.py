@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from tests.composition.tensor_parallel import Model
 from tests.models import Transformer, token_batch
 from tests.planner.simulation.scene import on_meta
+from tests.planner.simulation.small_llama import llama
 
 WIDTH = 8
 
@@ -105,20 +108,11 @@ def test_errors_of_loss_build_batch_and_optimizer_are_converted() -> None:
         assert not dist.is_initialized()
 
 
-def transformer() -> nn.Module:
-    return Transformer(2)
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-def frozen() -> nn.Module:
-    return linear().requires_grad_(False)
-
-
+transformer = partial(Transformer, 2)
+linear = partial(nn.Linear, WIDTH, WIDTH)
 X, TOKENS = torch.zeros(2, WIDTH), {"batch": token_batch(4, 0), "mesh": (2, 4)}
 NO_WORDS = r"batch: expected arguments of Transformer.forward\(tokens, targets\); found words: "
+CUT = {"batch": torch.zeros(2, 8, dtype=torch.long), "tensor_parallel": 2}
 CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
 
 
@@ -127,18 +121,24 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (transformer, {"batch": (X, X, 3)}, "found 3 positional ones: too many positional arguments"),
     (linear, {"batch": X, "loss": lambda out: out.detach().sum()}, "loss: expected one that requi"),
     (nn.Identity, {"batch": X}, "require grad; found none among 0 of Ident"),
-    (frozen, {"batch": X}, "found none among 2 of Linear"),
+    (lambda: linear().requires_grad_(False), {"batch": X}, "found none among 2 of Linear"),
     (lambda: 3, {"batch": X}, "build: expected a function that returns a torch.nn"),
     (lambda: nn.LSTM(WIDTH, WIDTH), {"batch": X}, "loss: expected a function that returns the los"),
     (linear, {"batch": X, "loss": lambda out: out}, r"one element; found a tensor of shape \(2, 8"),
     (transformer, {**TOKENS, "mesh": (3, 4)}, "one or two sizes of 8 ranks"),
     (transformer, {**TOKENS, "config": CHECKED}, "no checks of"),
+    (linear, {"batch": X, "compile": True}, r"compile: expected a model with blocks.*Linear"),
+    (Model, {**CUT, "tensor_parallel": 3}, "expected a divisor of the 8 ranks"),
+    (Model, CUT, "or `parallelize`; found Model"),
+    (Model, {**CUT, "parallelize": lambda *_: None}, "parallelize: expected a function that makes"),
+    (Model, {**CUT, "parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
+    (llama, {**CUT, "tensor_parallel": 4}, "expected a divisor of the 2 num_key"),
 ]
 
 
 @pytest.mark.parametrize(("build", "options", "message"), WRONG)
 def test_arguments_that_do_not_fit(build: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
+    with pytest.raises((TypeError, ValueError, fe.SimulationError), match=message):
         fe.simulate(build, 8, **options)
     assert not dist.is_initialized()
 

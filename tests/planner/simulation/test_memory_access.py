@@ -20,20 +20,6 @@ from fsdp_engine.planner.simulation.memory_access import irregular_elements, scr
 from tests.planner.simulation.applied import attention, simulated_activations
 
 
-class Dropping(nn.Module):
-    """Functions that call those that are replaced, in a forward that backward runs again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = partial(nn.TransformerEncoderLayer, SIZE, HEADS, 2 * SIZE, 0.1, batch_first=True)
-        self.blocks = nn.ModuleList(layer() for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x[None])[0]
-        return x.sum()
-
-
 class _Attention(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -171,13 +157,15 @@ def test_a_bias_gradient_s_partial_sums_are_in_the_peak_of_a_device() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True, "selective"])
 def test_functions_within_functions_and_recomputations(checkpointing: bool | str) -> None:
     scores = HEADS * LENGTH * LENGTH * 4
+    layer = nn.TransformerEncoderLayer(SIZE, HEADS, 2 * SIZE, 0.1, batch_first=True)
+    options = {"batch": torch.zeros(1, LENGTH, SIZE), "loss": Tensor.sum}
     found = [
         fe.simulate(
-            Dropping,
+            partial(nn.TransformerEncoder, layer, 2),
             2,
-            batch=torch.zeros(LENGTH, SIZE),
             machine=machine,
             checkpointing=checkpointing,
+            **options,
         ).peak_bytes
         for machine in (fe.H100, CPU)
     ]

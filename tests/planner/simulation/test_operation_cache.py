@@ -41,8 +41,6 @@ from tests.planner.simulation.memory_models import (
 from tests.planner.simulation.scene import on_meta
 from tests.planner.simulation.small_llama import llama
 
-TOKENS = torch.zeros(1, 16, dtype=torch.long)
-
 
 class WorkedOut(OperationCache):
     """A cache that stores no recipes."""
@@ -72,8 +70,18 @@ class Custom(nn.Module):
         return x + y
 
 
-def regression() -> Any:
-    return vector_batch(8, 0)
+regression = partial(vector_batch, 8, 0)
+
+
+def llama_batch() -> dict[str, Tensor]:
+    tokens = torch.zeros(1, 16, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def checkpointed_llama() -> nn.Module:
+    model: Any = on_meta(partial(llama, use_cache=True))()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
@@ -88,71 +96,47 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         lambda: tokens(2, 8),
     ),
     "in place": (lambda: Chain(Custom(), Custom(), Custom()), regression),
+    # A cache of keys and values is filled: blocks with side effects.
+    "llama": (on_meta(partial(llama, use_cache=True)), llama_batch),
+    "llama that checkpoints itself": (checkpointed_llama, llama_batch),
 }
 
 
-def compare(
-    build: Callable[[], nn.Module], batch: Any, known: OperationCache, **options: Any
+thorough = partial(pytest.param, marks=pytest.mark.thorough)
+BF16 = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
+DOUBLE_BUFFER = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
+AGAIN = {"checkpointing": True}
+CASES: list[Any] = [
+    *((name, AGAIN) for name in ("GPT", "experts", "own function", "in place")),
+    *(thorough(name, AGAIN) for name in ("encoder-decoder", "LSTM", "convolution", "LoRA")),
+    ("llama", {}),
+    thorough("llama that checkpoints itself", {}),
+    *(thorough("GPT", {"strategy": each}) for each in LEVELS),
+    ("GPT", {"mp_policy": BF16, "config": DOUBLE_BUFFER}),
+    thorough("GPT", {"codec_rules": [fe.Float8()], "microbatches": 3, "outer_strategy": "optim"}),
+    thorough("GPT", {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), CASES)
+def test_simulations_are_identical_with_and_without_the_cache(
+    name: str, options: dict[str, Any]
 ) -> None:
     """Simulate with the cache, once it is filled, and without."""
-    run: dict[str, Any] = {"batch": batch, "mesh": (2, 4), **options}
+    build, batch = MODELS[name]
+    known = OperationCache()
+    run: dict[str, Any] = {"mesh": (2, 4), "strategy": "optim_grads_params", **options}
+    simulate = partial(fe.simulate, build, 8, batch=batch, **run)
     # In the first simulation of a process autograd may copy gradients that it takes over later.
-    fe.simulate(build, 8, known=known, **run)
-    found = fe.simulate(build, 8, known=known, **run)
-    must = fe.simulate(build, 8, known=WorkedOut(), **run)
+    simulate(known=known)
+    found, must = simulate(known=known), simulate(known=WorkedOut())
     assert must.seconds > 0
     assert len(must.spans) > 20
     assert found.memory == must.memory
     assert found.exposed == must.exposed
     assert found.spans == must.spans
     assert found == must
-
-
-FEW = ("GPT", "experts", "own function", "in place")
-CASES = [
-    *(
-        pytest.param(
-            *(name, "optim_grads_params", True), marks=() if name in FEW else pytest.mark.thorough
-        )
-        for name in MODELS
-    ),
-    *(pytest.param("GPT", each, False, marks=pytest.mark.thorough) for each in LEVELS),
-]
-
-
-@pytest.mark.parametrize(("name", "level", "again"), CASES)
-def test_simulations_are_identical_with_and_without_the_cache(
-    name: str, level: str, again: bool
-) -> None:
-    build, batch = MODELS[name]
-    known = OperationCache()
-    compare(build, batch, known, strategy=level, checkpointing=again)
     assert known.num_hits > known.num_misses
-
-
-BF16 = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.bfloat16)
-DOUBLE_BUFFER = fe.DistributedDataParallelConfig(fsdp_double_buffer=True)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"mp_policy": BF16, "config": DOUBLE_BUFFER}, id="bf16, double buffer"),
-        pytest.param(
-            {"codec_rules": [fe.Float8()], "microbatches": 3, "outer_strategy": "optim"},
-            id="fp8, microbatches",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            {"optimizer": lambda params: torch.optim.AdamW(params, foreach=False)},
-            id="one by one",
-            marks=pytest.mark.thorough,
-        ),
-    ],
-)
-def test_options_do_not_affect_the_cache(options: dict[str, Any]) -> None:
-    build, batch = MODELS["GPT"]
-    compare(build, batch, OperationCache(), strategy="optim_grads_params", **options)
 
 
 def test_simulations_share_a_cache() -> None:
@@ -168,21 +152,6 @@ def test_simulations_share_a_cache() -> None:
             assert known.num_misses == afresh
     # The others have no recipe: collectives, tensors over storages of the engine.
     assert known.num_misses - before < afresh / 2
-
-
-# Without checkpointing a cache of keys and values is filled: blocks with side effects.
-@pytest.mark.parametrize("ways", [[False], pytest.param([False, True], marks=pytest.mark.thorough)])
-def test_a_llama_of_transformers_that_checkpoints_itself(ways: list[bool]) -> None:
-    def build(again: bool) -> nn.Module:
-        model: Any = on_meta(partial(llama, use_cache=True))()
-        if again:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        return model
-
-    batch = {"input_ids": TOKENS, "labels": TOKENS}
-    known = OperationCache()
-    for again in ways:
-        compare(partial(build, again), batch, known, strategy="optim_grads_params")
 
 
 # --- single operations ---

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -42,17 +43,6 @@ from tests.planner.simulation.small_llama import llama
 from tests.pool import Ranks
 
 thorough = partial(pytest.param, marks=pytest.mark.thorough)
-_first = functools.cache(lambda send: send(0))
-
-
-def _without_last(send: Any, chunk: int) -> list[Any]:
-    return [] if chunk == 3 else send(chunk)
-
-
-def _first_again(send: Any, chunk: int) -> list[Any]:
-    return _first(send)
-
-
 PRODUCT = 2 * ROWS * WIDTH * WIDTH / FLOPS
 TURN = 6 * PRODUCT  # two linears: one product in forward each, two in backward
 
@@ -343,27 +333,18 @@ def test_a_causal_lm_without_stages_is_an_error() -> None:
 def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
     """Each half of a layer has an all-reduce in forward and in backward; stages send activations
     in full, to another node."""
-    options = {"strategy": "optim", "microbatches": 2, "min_unit_size": 0, "loss": None}
-    stages = fe.CausalLMStages(causal_lm)
-    one, two = (
-        pipelined(
-            *(stages, TOKENS, "1F1B"),
-            world_size=16 * size,
-            tensor_parallel=size,
-            mesh=mesh,
-            **options,
-        )
-        for size, mesh in ((1, (2, 4)), (2, None))
-    )
+    options: dict[str, Any] = {"strategy": "optim", "microbatches": 2, "loss": None}
+    simulate = partial(pipelined, fe.CausalLMStages(causal_lm), TOKENS, "1F1B", **options)
+    one = simulate(world_size=16, mesh=(2, 4), min_unit_size=0)
+    two = simulate(world_size=32, tensor_parallel=2, min_unit_size=0)
     assert one.num_targets == 8 * 2 * TOKENS.numel()
     assert "2 pipeline x 2 x 4 data-parallel ranks" in one.title
     assert "2 pipeline x 8 data-parallel ranks of 2 tensor-parallel ranks each" in two.title
     assert {span.module.split(".")[0] for span in one.ranks[1].spans} >= {"stage 1"}
     assert len(stage_messages(one, 1)) == 4
     assert stage_messages(one, 1) == pytest.approx(stage_messages(two, 1))
-    num_bytes = 4 * TOKENS.numel() * WIDTH
     for alone, rank, num_layers in zip(one.ranks, two.ranks, (1, 2), strict=True):
-        assert rank.sent_bytes["tensor"] >= 2 * 4 * num_layers * num_bytes
+        assert rank.sent_bytes["tensor"] >= 2 * 4 * num_layers * 4 * TOKENS.numel() * WIDTH
         assert rank.memory["weights"] < 0.6 * alone.memory["weights"]
 
 
@@ -471,35 +452,34 @@ def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatc
     assert tried == [0, 1, 3]
 
 
-def one_block(index: int, num_stages: int) -> nn.Sequential:
-    return nn.Sequential(Mlp(WIDE, 4 * WIDE))
+@pytest.mark.parametrize("num_blocks", [1, thorough(2)])
+def test_blocks_of_stages_are_compiled(num_blocks: int) -> None:
+    def stages(index: int, num_stages: int) -> nn.Module:
+        return nn.Sequential(*(Mlp(WIDE, 4 * WIDE) for _ in range(num_blocks)))
 
-
-@pytest.mark.parametrize("stages", [one_block, thorough(wide_blocks)])
-def test_blocks_of_stages_are_compiled(stages: Any) -> None:
     def compiled(index: int, num_stages: int) -> nn.Module:
         stage = stages(index, num_stages)
         for block in stage.children():
             block.compile()
         return stage
 
-    options = {"strategy": "optim", "microbatches": 4, **ON_GPUS}
-    by_hand = of_blocks(True, "1F1B", stages=compiled, **options)
-    options["stages"] = stages
-    found = of_blocks(True, "1F1B", compile=True, **options)
+    simulate = partial(of_blocks, True, "1F1B", strategy="optim", microbatches=4, **ON_GPUS)
+    by_hand, found = simulate(stages=compiled), simulate(stages=stages, compile=True)
     assert found.seconds == by_hand.seconds
     assert found.peak_bytes == by_hand.peak_bytes
-    assert found.seconds < of_blocks(True, "1F1B", **options).seconds
+    assert found.seconds < simulate(stages=stages).seconds
 
 
-@pytest.mark.parametrize(("sent", "expected"), [(_without_last, 3), (_first_again, 1)])
-def test_messages_without_another_side_are_errors(sent: Any, expected: int) -> None:
+@pytest.mark.parametrize(("sent", "expected"), [([0, 1, 2, None], 3), ([0, 0, 0, 0], 1)])
+def test_messages_without_another_side_are_errors(sent: list[int | None], expected: int) -> None:
     """The second rank does not send its last gradient, or sends that of microbatch 0 again."""
 
     class Schedule(pipelining.Schedule1F1B):
         def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
-            stage = self._stage
-            stage.get_bwd_send_ops = functools.partial(sent, stage.get_bwd_send_ops)
+            send = functools.cache(self._stage.get_bwd_send_ops)
+            self._stage.get_bwd_send_ops = lambda chunk: (
+                [] if sent[chunk] is None else send(sent[chunk])
+            )
             super()._step_microbatches(*args, **kwargs)
 
     with pytest.raises(
@@ -514,8 +494,6 @@ def test_messages_without_another_side_are_errors(sent: Any, expected: int) -> N
 def test_shapes_of_compiled_stages_are_inferred_without_compiling(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from torch._dynamo.utils import counters
-
     def stages(index: int, num_stages: int) -> nn.Module:
         block = Linears(1)
         block.compile()

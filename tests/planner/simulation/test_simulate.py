@@ -6,7 +6,6 @@ import dataclasses
 import gc
 import importlib
 import json
-import math
 import weakref
 from functools import cache, partial
 from itertools import pairwise
@@ -25,7 +24,15 @@ from fsdp_engine.planner.simulation.clock import Clock
 from fsdp_engine.planner.simulation.machine import Link, Machine, Processor
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.operations import all_to_all_seconds, message_seconds
-from tests.models import CalledTwice, EncoderDecoder, Mlp, Transformer, token_batch, vector_batch
+from tests.models import (
+    CalledTwice,
+    Chain,
+    EncoderDecoder,
+    Mlp,
+    Transformer,
+    token_batch,
+    vector_batch,
+)
 from tests.planner.simulation.memory_runs import HOST
 from tests.planner.simulation.scene import ROWS, WIDTH, LinearBlock, Tower, plain_machine
 
@@ -40,25 +47,6 @@ def sending(clock: Clock, seconds: float) -> Operation:
         yield ()
 
     return steps
-
-
-def test_lanes_are_concurrent_and_tickets_order_them() -> None:
-    clock = Clock(a_machine())
-    lanes = clock.make_lanes(torch.device("cpu"))
-    first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
-    lanes.inner_gather.submit("all-gather of b", sending(clock, 3.0))
-    reduced = lanes.inner_reduce.submit("reduce a", sending(clock, 1.0), after=[first])
-    clock.compute("f", 2.0)
-    assert clock.finish() == 2.0
-    lanes.compute.wait(first)
-    lanes.compute.wait(reduced)
-    clock.compute("g", 1.0)
-    assert clock.finish() == 5.0
-    ends = {span.label: (span.start, span.end) for span in clock.spans}
-    assert ends["all-gather of b"] == (3.0, 6.0)
-    assert ends["g"] == (4.0, 5.0)
-    # The gather took long, not the operation after it.
-    assert [(e.unit, e.lane, e.seconds) for e in clock.exposed] == [("a", "inner gather", 2.0)]
 
 
 def test_a_host_that_runs_ahead_hides_waits() -> None:
@@ -140,104 +128,57 @@ def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "host"])
 def test_a_flat_axis_over_nodes_sends_through_all_ports(on_host: bool) -> None:
-    machine = dataclasses.replace(
-        NODES_OF_FOUR,
-        within_node=Link(1e9, 0.0),
-        between_nodes=Link(1e6, 0.0),
-        host_runs_ahead=not on_host,
-    )
+    links = {"within_node": Link(1e9, 0.0), "between_nodes": Link(1e6, 0.0)}
+    machine = dataclasses.replace(NODES_OF_FOUR, **links, host_runs_ahead=not on_host)
 
-    def gathering(world_size: int, **mesh: Any) -> float:
-        found = fe.simulate(
-            OneProduct,
-            world_size,
-            batch=torch.zeros(64, 256),
-            machine=machine,
-            strategy="optim_grads_params",
-            **mesh,
-        )
+    def gathering(world_size: int) -> float:
+        build, batch = partial(nn.Linear, 256, 256, bias=False), torch.zeros(64, 256)
+        found = fe.simulate(build, world_size, batch=batch, loss=Tensor.sum, machine=machine)
         return sum(each.end - each.start for each in found.spans if each.lane == "inner gather")
 
     num_bytes = 256 * 256 * 4
     num_gathers = round(gathering(4) / (3 / 4 * num_bytes / 1e9))
     assert num_gathers in (1, 2)
+    one = 15 / 16 * num_bytes / 4e6
     if on_host:  # gloo's ranks send their part to each other, 12 of 15 to other nodes
         one = 3 / 16 * num_bytes / 1e9 + 12 / 16 * num_bytes / 1e6
-    else:
-        one = 15 / 16 * num_bytes / 4e6
     assert gathering(16) == pytest.approx(num_gathers * one, rel=0.01)
 
 
 def test_presets_are_machines_that_can_be_saved(tmp_path: Path) -> None:
-    ports = ((fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9))
-    for preset, port in ports:
+    for preset, port in ((fe.A100, 22.5e9), (fe.H100, 45e9), (fe.H200, 45e9), (fe.B200, 45e9)):
         preset.save(tmp_path / "machine.json")
         assert Machine.load(tmp_path / "machine.json") == preset
-        assert preset.link(8, 1) == preset.within_node
-        assert preset.link(8, 8) == preset.between_nodes
         assert preset.link(64, 1).rate == pytest.approx(8 * port)  # one for each GPU of a node
         seconds = partial(preset.processor.seconds, dtype=torch.bfloat16)
         both = max(seconds(1e15, 0), seconds(0, 1e12))
         assert seconds(1e15, 1e12) == pytest.approx(both, rel=1e-12)
-        assert preset.processor.function_seconds == 0.0
-
-
-def small(**options: Any) -> fe.Simulation:
-    return fe.simulate(
-        lambda: Transformer(2), 8, batch=lambda: token_batch(4, 0), mesh=(2, 4), **options
-    )
 
 
 def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead() -> None:
     """A unit is cast while the link is busy with the unit before."""
     link = Link(1e6, 0.0)
     processor = Processor({torch.float32: 1e9, torch.bfloat16: 1e9}, 1e7, 1e12)
-    device = Machine("slow", processor, link, link, 2)
-    found, on_host = (
-        fe.simulate(
+
+    def simulated(**options: Any) -> fe.Simulation:
+        return fe.simulate(
             partial(Tower, has_embedding=False),
             2,
             batch=torch.zeros(ROWS, WIDTH),
-            machine=machine,
+            machine=Machine("slow", processor, link, link, 2, **options),
             units=[LinearBlock],
             mp_policy=fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16),
         )
-        for machine in (device, dataclasses.replace(device, host_runs_ahead=False))
-    )
+
+    on_host, found = simulated(host_runs_ahead=False), simulated()
     assert not [span for span in on_host.spans if span.lane == "copy in"]
     casts = [span for span in found.spans if span.lane == "copy in"]
     gathers = [span for span in found.spans if span.lane == "inner gather"]
-    assert {span.label.split()[0] for span in gathers} == {"all-gather"}
-    assert {span.label.split()[0] for span in casts} == {"encode"}
-    assert len(casts) == len(gathers)
+    assert len(casts) == len(gathers) > 0
     assert any(
         cast.start < gather.end and gather.start < cast.end for cast in casts for gather in gathers
     )
     assert set(found.sent_bytes) == {"inner"}
-
-
-class OneProduct(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(256, 256, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.linear(x)).sum()
-
-
-def test_flops_and_memory_of_one_product_by_hand() -> None:
-    rows, one = 64, 256 * 256 * 4
-    result = fe.simulate(
-        OneProduct, 4, batch=torch.zeros(rows, 256), machine=plain_machine(), strategy="optim"
-    )
-    # Forward, and the weight's gradient; the input needs none.
-    assert result.compute_seconds == pytest.approx(2 * 2 * rows * 256 * 256 / 1e9)
-    memory = result.memory
-    assert memory["weights"] == one
-    assert memory["gradients"] == one
-    assert memory["optimizer"] == pytest.approx(2 * one / 4, abs=64)  # AdamW, and a count of steps
-    # At the peak autograd's gradient of the weight and its buffer exist.
-    assert one <= memory["activations"] < 10 * one
 
 
 class GroupedExperts(nn.Module):
@@ -282,22 +223,7 @@ def test_an_lstm_has_flops() -> None:
     assert result.model_flops == 3 * 2 * rows * length * matrices
 
 
-def test_no_process_group_is_left_and_none_is_taken() -> None:
-    small(strategy="no_shard")
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(RuntimeError, match="expected a process without process groups"):
-            small(strategy="no_shard")
-        # And an engine of flesh is none the worse for those that were simulated.
-        model = Transformer(2)
-        fe.shard(model)
-        model(*token_batch(2, 0)).backward()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_simulation_leaves_no_state() -> None:
+def test_a_simulation_leaves_no_state_and_takes_no_process_group() -> None:
     built: list[weakref.ref[nn.Module]] = []
 
     def build() -> nn.Module:
@@ -305,10 +231,21 @@ def test_a_simulation_leaves_no_state() -> None:
         built.append(weakref.ref(model))
         return model
 
-    options = {"mesh": (128, 8), "strategy": "optim_grads_params"}  # as fast as for few ranks
-    assert fe.simulate(build, 1024, batch=token_batch(4, 0), **options).memory["weights"] > 0
+    options: dict[str, Any] = {"batch": token_batch(4, 0), "mesh": (128, 8)}  # as fast as for few
+    assert fe.simulate(build, 1024, **options).memory["weights"] > 0
     gc.collect()
     assert [model() for model in built] == [None]
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="expected a process without process groups"):
+            fe.simulate(build, 1024, **options)
+        # And an engine of flesh is none the worse for those that were simulated.
+        model = Transformer(2)
+        fe.shard(model)
+        model(*token_batch(2, 0)).backward()
+    finally:
+        dist.destroy_process_group()
 
 
 class Encoder(nn.Module):
@@ -336,8 +273,8 @@ def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
 
     found = fe.simulate(build, 2, batch=torch.zeros(2, 4, 16), strategy=level, machine=a_machine())
     assert found.memory["weights"] > 0
-    real = sum(each.numel() for each in Encoder().parameters())
-    assert sum(math.prod(each.shape) for each in built[0].parameters()) == real
+    shapes = [param.shape for param in Encoder().parameters()]
+    assert [param.shape for param in built[0].parameters()] == shapes
     layers = list(built[0].encoder.layers)
     for layer in layers:
         assert layer.self_attn.out_proj.bias is layer.linear2.bias  # tied within each copy
@@ -346,87 +283,55 @@ def test_a_model_that_deep_copies_its_layers_is_simulated(level: str) -> None:
     assert len({id(layer.linear1.weight.mark) for layer in layers}) == 3
 
 
-LEVEL_3 = ("optim_grads_params", "no_shard")
-NARROW, BLOCKING = [
-    Machine(
-        "narrow", Processor({torch.float32: 1e9}, 1e9, 1e12), Link(1e6, 1e-6), Link(3e5, 2e-6), 4
-    ),
-    Machine(
-        "the host computes",
-        Processor({torch.float32: 1e9}, 1e9, 1e12),
-        Link(1e7, 1e-6, processor_share=0.5),
-        Link(3e6, 2e-6, processor_share=0.5),
-        ranks_per_node=4,
-        host_seconds=1e-6,
-        host_runs_ahead=False,
-    ),
-]
+PROCESSOR = Processor({torch.float32: 1e9}, 1e9, 1e12)
+NARROW = Machine("narrow", PROCESSOR, Link(1e6, 1e-6), Link(3e5, 2e-6), 4)
 QUICK = [
-    (LEVEL_3, fe.H100),
-    (("optim_grads", "no_shard"), NARROW),
-    (("optim", "optim"), BLOCKING),
-    (("no_shard", "no_shard"), fe.H100),
+    ("optim_grads_params", "no_shard", fe.H100),
+    ("optim_grads", "no_shard", NARROW),
+    ("optim", "optim", HOST),
+    ("no_shard", "no_shard", fe.H100),
 ]
 
 
-@pytest.mark.parametrize(("levels", "on"), QUICK)
+@pytest.mark.parametrize(("inner", "outer", "on"), QUICK)
 @pytest.mark.parametrize("build", [EncoderDecoder, CalledTwice])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_more_first_steps_add_nothing(
-    levels: tuple[str, str],
+    inner: str,
+    outer: str,
     on: Machine,
     build: type[nn.Module],
     microbatches: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = []
     simulation = importlib.import_module("fsdp_engine.planner.simulation.simulate")
-    for steps in (simulation.FIRST_STEPS, (microbatches, microbatches)):
-        monkeypatch.setattr(simulation, "FIRST_STEPS", steps)
-        found.append(
-            fe.simulate(
-                build,
-                8,
-                batch=vector_batch(8, 0),
-                mesh=(2, 4),
-                machine=on,
-                microbatches=microbatches,
-                strategy=levels[0],
-                outer_strategy=levels[1],
-                options=fe.Options(min_unit_size=0),
-            )
-        )
-    second, third = found
-    assert second.seconds == pytest.approx(third.seconds, rel=1e-9)
-    assert second.exposed_seconds == pytest.approx(third.exposed_seconds, abs=1e-9 * third.seconds)
-    assert second.memory == third.memory
-    assert [(s.lane, s.label) for s in second.spans] == [(s.lane, s.label) for s in third.spans]
+    options = {"strategy": inner, "outer_strategy": outer, "mesh": (2, 4), "min_unit_size": 0}
+    simulate = partial(fe.simulate, build, 8, batch=vector_batch(8, 0), machine=on, **options)
+    found = simulate(microbatches=microbatches)
+    monkeypatch.setattr(simulation, "FIRST_STEPS", (microbatches, microbatches))
+    more = simulate(microbatches=microbatches)
+    assert found.seconds == pytest.approx(more.seconds, rel=1e-9)
+    assert found.exposed_seconds == pytest.approx(more.exposed_seconds, abs=1e-9 * more.seconds)
+    assert found.memory == more.memory
+    assert [(s.lane, s.label) for s in found.spans] == [(s.lane, s.label) for s in more.spans]
 
 
 TRACED_WIDTH = 256
 PRODUCTS = ("mm", "addmm")
 
 
-class Traced(nn.Module):
-    """Blocks in a list, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Mlp(TRACED_WIDTH, 3 * TRACED_WIDTH) for _ in range(3))
-        self.head = nn.Linear(TRACED_WIDTH, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x).exp().sum()
+def build_traced() -> nn.Module:
+    """Three blocks of two linears, and a linear."""
+    blocks = (Mlp(TRACED_WIDTH, 3 * TRACED_WIDTH) for _ in range(3))
+    return Chain(*blocks, nn.Linear(TRACED_WIDTH, TRACED_WIDTH))
 
 
 @cache
 def traced(checkpointing: bool | str = False, *, on_host: bool = False) -> fe.Simulation:
     return fe.simulate(
-        Traced,
+        build_traced,
         2,
-        batch=torch.zeros(64, TRACED_WIDTH),
+        batch=vector_batch(64, 0, TRACED_WIDTH),
         machine=HOST if on_host else fe.H100,
         strategy="optim_grads_params",
         checkpointing=checkpointing,
@@ -440,7 +345,7 @@ def products(phase: str) -> list[str]:
     return [s.module for s in spans if s.label in PRODUCTS]
 
 
-FORWARD = [*(f"blocks.{n}.{part}" for n in range(3) for part in ("up", "down")), "head"]
+FORWARD = [*(f"blocks.{n}.{part}" for n in range(3) for part in ("up", "down")), "blocks.3"]
 
 
 def test_operations_have_their_modules_in_forward_and_in_backward() -> None:

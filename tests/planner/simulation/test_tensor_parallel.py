@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.clock import MODEL_LANE
 from fsdp_engine.planner.simulation.operations import sent_bytes
-from tests.composition.tensor_parallel import Model, cut, mesh_of
+from tests.composition.tensor_parallel import Block, Model, cut, mesh_of
 from tests.planner.simulation.live_storages import LiveStorages
-from tests.planner.simulation.memory_runs import HOST
+from tests.planner.simulation.memory_runs import HOST, train
 from tests.planner.simulation.scene import on_meta
 from tests.planner.simulation.small_llama import llama
 from tests.pool import Ranks
@@ -28,27 +27,15 @@ NUM_RANKS, TP, WIDTH, ROWS = 4, 2, 64, 16
 OPTIONS = fe.Options(min_unit_size=0)
 
 
-class Pair(nn.Module):
-    """A norm, and two linears of which the first is sharded by columns, the second by rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.relu(self.up(self.norm(x)))).sum()
-
-
 def cut_pair(model: nn.Module, mesh: DeviceMesh) -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def simulated_pair(world_size: int, size: int, rows: int = ROWS) -> fe.Simulation:
     return fe.simulate(
-        Pair,
+        partial(Block, WIDTH, 4 * WIDTH),
         world_size,
+        loss=Tensor.sum,
         batch=torch.zeros(rows, WIDTH),
         tensor_parallel=size,
         parallelize=cut_pair,
@@ -101,9 +88,8 @@ def test_a_mesh_of_the_users_model_gives_the_same() -> None:
         assert found.sent_bytes == expected.sent_bytes
 
 
-def llama_batch() -> dict[str, Tensor]:
-    tokens = torch.arange(4 * 32).view(4, 32) % 256
-    return {"input_ids": tokens, "labels": tokens}
+TOKENS = torch.arange(4 * 32).view(4, 32) % 256
+LLAMA_BATCH = {"input_ids": TOKENS, "labels": TOKENS}
 
 
 def small() -> nn.Module:
@@ -111,40 +97,12 @@ def small() -> nn.Module:
     return Model(WIDTH, 4 * WIDTH, 256)
 
 
-def small_batch() -> dict[str, Tensor]:
-    return {"tokens": torch.arange(4 * 32).view(4, 32) % 256}
-
-
 # How a model is made, and most of planned over measured memory; see the docs. The measure had
 # counted wrappers of functional collectives, which have no memory, as linears hold one.
 CASES: dict[str, tuple[Any, Any, Any, float]] = {
-    "linears": (small, small_batch, cut, 1.045),
-    "llama": (llama, llama_batch, fe.apply_tp_plan, 1.035),
+    "linears": (small, {"tokens": TOKENS}, cut, 1.045),
+    "llama": (llama, LLAMA_BATCH, fe.apply_tp_plan, 1.035),
 }
-
-
-def trained(
-    model: nn.Module, batch: dict[str, Tensor], watch: LiveStorages | None = None
-) -> tuple[list[float], list[int]]:
-    """Losses of four steps, and the peaks of all but the first."""
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    if watch is not None:
-        fe.shard_optimizer(optimizer)
-    losses, peaks = [], []
-    for step in range(4):
-        if step > 0 and watch is not None:
-            watch.restart()
-        output: Any = model(**batch)
-        loss = output if isinstance(output, Tensor) else output.loss
-        del output
-        loss.backward()
-        losses.append(loss.item())
-        del loss
-        optimizer.step()
-        optimizer.zero_grad()
-        if step > 0 and watch is not None:
-            peaks.append(watch.peak)
-    return losses, peaks
 
 
 def measured(case: str, level: str) -> tuple[int, list[float]]:
@@ -160,7 +118,7 @@ def measured(case: str, level: str) -> tuple[int, list[float]]:
         model = build()
         parallelize(model, mesh["tp"])
         engine = fe.shard(model, mesh["dp"], strategy=level, options=OPTIONS)
-        losses, peaks = trained(engine.model, batch(), watch)
+        losses, peaks = train(model, batch, 4, engine=engine, watch=watch)
     dist.barrier()
     return min(peaks), losses
 
@@ -181,27 +139,10 @@ def test_memory_and_losses_are_those_of_four_gloo_ranks(
     """Losses are those of one process on the same data; the plan of the Llama is its own."""
     build, batch, parallelize, limit = CASES[case]
     found = ranks.run(measured, case, level, world_size=NUM_RANKS)
-    expected, _ = trained(build(), batch())
+    expected, _ = train(build(), batch, 4)
     options = {"tensor_parallel": TP, "parallelize": parallelize, "strategy": level}
     planned = fe.simulate(build, NUM_RANKS, batch=batch, machine=HOST, options=OPTIONS, **options)
     most = max(peak for peak, _ in found)
     assert 0.9999 * most <= planned.peak_bytes <= limit * most
     for _, losses in found:
         assert losses == pytest.approx(expected, rel=1e-5)
-
-
-WRONG: list[tuple[Any, dict[str, Any], str]] = [
-    (Model, {"tensor_parallel": 3}, "expected a divisor of the 4 ranks"),
-    (Model, {}, "or `parallelize`; found Model"),
-    (Model, {"parallelize": lambda *_: None}, "parallelize: expected a function that makes"),
-    (Model, {"parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
-    (llama, {"tensor_parallel": 4, "batch": llama_batch}, "expected a divisor of the 2 num_key"),
-]
-
-
-@pytest.mark.parametrize(("build", "options", "message"), WRONG)
-def test_wrong_arguments(build: Any, options: dict[str, Any], message: str) -> None:
-    batch = torch.zeros(2, 8, dtype=torch.long)
-    with pytest.raises((ValueError, fe.SimulationError), match=message):
-        fe.simulate(build, 4, **{"batch": batch, "tensor_parallel": 2, **options})
-    assert not dist.is_initialized()

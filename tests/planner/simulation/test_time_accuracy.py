@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.planner.simulation.machine import Machine
@@ -19,14 +17,11 @@ from fsdp_engine.planner.simulation.time_accuracy import (
     accuracy_of,
     family_of,
 )
+from tests.planner.made_plans import Words, times_of, words
 from tools.time_factors import TARGET, file_text, measured
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-
-
-def planned(machine: Machine, **options: Any) -> fe.StrategyPlan:
-    options = {"machine": machine, "loss": torch.Tensor.sum, **options}
-    return fe.plan(lambda: nn.Linear(8, 8), torch.zeros(2, 8), world_size=1, **options)
+planned = partial(fe.plan, Words, words, world_size=1)
 
 
 def test_the_factors_are_those_of_the_results_files() -> None:
@@ -66,8 +61,8 @@ def test_machines_have_families() -> None:
         fe.A100, processor=exact, host_runs_ahead=False, name="this machine, 2 gloo ranks"
     )
     assert family_of(on_host) == "calibrated CPU"
-    planning = planned(on_host, formulas=True)
-    assert "are kept free for the system, buffers of messages" in str(planning)
+    text = str(planned(machine=on_host, formulas=True))
+    assert "are kept free for the system, buffers of messages" in text
     assert family_of(dataclasses.replace(on_host, name="a host")) == ""
     assert family_of(dataclasses.replace(fe.A100, name="other")) == ""
 
@@ -76,13 +71,11 @@ def test_a_plan_says_how_accurate_it_is_and_what_is_kept_free() -> None:
     """Sizes of data sheets: A100 80GB, H100 SXM 80GB, H200 141GB, DGX B200 1,440GB for eight."""
     machines = (fe.A100, fe.H100, fe.H200, fe.B200)
     assert [each.processor.memory_bytes / 1e9 for each in machines] == [80, 80, 141, 180]
-    planning = planned(fe.H200)
+    planning = planned(machine=fe.H200)
     text = str(planning)
     accuracy = accuracy_of(family_of(fe.H200))
     assert f" ms {accuracy.mark} per step, " in text
-    assert planning.chosen is not None
-    assert planning.chosen.times is not None
-    assert accuracy.sentence(planning.chosen.times.step) in text
+    assert accuracy.sentence(times_of(planning.outcomes[0]).step) in text
     assert "Memory limit: 118.2 GiB, 0.9 of the machine's 131.3 GiB (141 GB); " in text
     assert "are kept free for the driver's context" in text
     given = str(planning.within(2.0**30))
