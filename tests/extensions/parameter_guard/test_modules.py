@@ -231,7 +231,7 @@ def test_a_method_that_does_not_gather_names_the_parameter_and_the_remedy(place:
         message = r"(?s)^embedding: .*found embedding\.weight.*register_forward_method.*unsharded"
         with pytest.raises(ValueError, match=message):
             model.embed(tokens)
-        with pytest.raises(ValueError, match=r"numpy: .*embedding\.weight.*before shard"):
+        with pytest.raises(ValueError, match=r"numpy: .*embedding\.weight.*to_local"):
             model.embedding.weight.numpy()
     expected = engine.full_tensor("embedding.weight")[tokens]
     fe.register_forward_method(model, "embed")
