@@ -4,6 +4,9 @@ models that are simulated in a short time."""
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -12,6 +15,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 import fsdp_engine as fe
 from fsdp_engine.planner import strategy_search
@@ -19,6 +24,7 @@ from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import Outcome, Setting, Times, sorted_outcomes
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.strategies import ALL_STRATEGIES
+from tests.composition.tensor_parallel import Model
 
 SETTING = Setting(
     *("LlamaForCausalLM", 70_000_000_000, "8 x H100 SXM a node, 400 Gb/s a GPU", 1024, 8),
@@ -146,3 +152,38 @@ def rows(*, is_offloaded: bool = False) -> tuple[Outcome, ...]:
 def made_plan(**changes: object) -> fe.StrategyPlan:
     """The plan of these outcomes; ``changes`` of the setting."""
     return fe.StrategyPlan(replace(SETTING, **changes), rows())  # type: ignore[arg-type]
+
+
+TOKENS = torch.arange(8 * 32).view(8, 32) % 64
+
+
+def loss_of_logits(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Losses of two steps of a model that returns a loss, or of a Llama."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    losses = []
+    for _ in range(2):
+        is_linears = isinstance(model, Model)
+        loss = model(TOKENS % 16) if is_linears else loss_of_logits(model(TOKENS).logits, TOKENS)
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@contextmanager
+def noting_dtensors() -> Iterator[list[bool]]:
+    """Whether each model that is sharded in this context had DTensors before."""
+    found: list[bool] = []
+    original = fe.sharding.make_engine
+
+    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> fe.Engine:
+        found.append(any(isinstance(each, DTensor) for each in model.parameters()))
+        return original(model, *args, **kwargs)
+
+    with patch.object(sys.modules["fsdp_engine.sharding"], "make_engine", noting):
+        yield found

@@ -9,15 +9,13 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor
 
 import fsdp_engine as fe
@@ -28,21 +26,22 @@ from fsdp_engine.planner.plan_options import PlanOptions
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.plan_view import TIME_COLOURS
 from tests.composition.tensor_parallel import Model, cut
-from tests.extensions.pipelines.scene import passes_on_to_itself
 from tests.planner.made_plans import (
+    TOKENS,
     assert_outcome_of,
     llama_batch,
+    noting_dtensors,
     quick_plan,
     simulated_as,
     small_llama,
     times_of,
+    trained,
 )
 from tests.pool import Ranks
 
 WORLD, MICROBATCHES, ROWS = 4, 2, 4
 ITEMS = MICROBATCHES * ROWS * 32  # of a data-parallel rank
 MACHINE = replace(fe.H100, ranks_per_node=2)
-TOKENS = torch.arange(8 * 32).view(8, 32) % 64
 
 llama = partial(small_llama, 2)
 deep_llama = partial(small_llama, 4)
@@ -304,44 +303,19 @@ def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
 # What a plan says is then trained.
 
 
-def _loss(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
-def _trained(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
-    """Losses of two steps."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters())
-    losses = []
-    for _ in range(2):
-        is_linears = isinstance(model, Model)
-        loss = model(TOKENS % 16) if is_linears else _loss(model(TOKENS).logits, TOKENS)
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def _train(path: str, build: Callable[[], nn.Module], parallelize: Any) -> tuple[Any, ...]:
     """Losses of two steps on the planned ranks, sizes of the engine's mesh, whether the model had
     DTensors, and context-parallel ranks."""
     planning = replace(fe.StrategyPlan.load(path), parallelize=parallelize)
     torch.manual_seed(0)
     model = build()
-    has_dtensors: list[bool] = []
-    original = fe.sharding.make_engine
-
-    def noting(model: nn.Module, *args: Any, **kwargs: Any) -> fe.Engine:
-        has_dtensors.append(any(isinstance(each, DTensor) for each in model.parameters()))
-        return original(model, *args, **kwargs)
-
-    with patch.object(sys.modules["fsdp_engine.sharding"], "make_engine", noting):
+    with noting_dtensors() as has_dtensors:
         engine = planning.shard(model)
     root = engine.mesh.device_mesh._get_root_mesh()
     optimizer = fe.shard_optimizer(torch.optim.AdamW(model.parameters()))
     sizes = engine.mesh.outer.size, engine.mesh.inner.size
     num_context = root["cp"].size() if "cp" in (root.mesh_dim_names or ()) else 1
-    return _trained(model, optimizer), sizes, *has_dtensors, num_context
+    return trained(model, optimizer), sizes, all(has_dtensors), num_context
 
 
 def linears(degree: int, sizes: tuple[int, ...]) -> fe.StrategyPlan:
@@ -372,7 +346,7 @@ def test_a_planned_model_trains_on_its_ranks(
     path = str(tmp_path / "plan.json")
     make().save(path)
     torch.manual_seed(0)
-    expected = _trained(build())
+    expected = trained(build())
     for losses, *others in ranks.run(_train, path, build, parallelize, world_size=WORLD):
         engine_sizes, has_dtensors, num_context = others
         assert losses == pytest.approx(expected, rel=1e-4)
@@ -380,57 +354,6 @@ def test_a_planned_model_trains_on_its_ranks(
         assert engine_sizes[-1] == sizes[-1]
         assert has_dtensors == (degree > 1)
         assert num_context == context
-
-
-def _train_stages(path: str, build: Callable[[], nn.Module]) -> tuple[list[float], bool]:
-    """Losses of two steps of the planned stages, where this rank has the last one, and whether
-    there are DTensors."""
-    stages = fe.StrategyPlan.load(path).shard_stages(fe.CausalLMStages(build))
-    params = [param for stage in stages for param in stage.submod.parameters()]
-    optimizer = fe.shard_optimizer(torch.optim.AdamW(params))
-    count = 2 * len(stages)
-    schedule: Any = Schedule1F1B(stages[0], count, loss_fn=_loss)
-    if len(stages) > 1:
-        schedule = ScheduleZBVZeroBubble(list(stages), count, loss_fn=_loss)
-    inputs = (TOKENS,) if stages[0].is_first else ()
-    is_last = any(each.is_last for each in stages)
-    losses: list[float] = []
-    for _ in range(2):
-        found: list[Tensor] = []
-        schedule.step(*inputs, **({"target": TOKENS, "losses": found} if is_last else {}))
-        losses += [sum(each.item() for each in found) / count] if is_last else []
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, any(isinstance(each, DTensor) for each in params)
-
-
-@pytest.mark.parametrize(
-    ("build", "options"),
-    [
-        (llama, {}),
-        pytest.param(llama, {"tensor_parallel": 2, "meshes": [(1,)]}, marks=pytest.mark.thorough),
-        pytest.param(llama, {"meshes": [(2,)], "context_parallel": 2}, marks=pytest.mark.thorough),
-        pytest.param(
-            deep_llama,
-            {"meshes": [(2,)], "schedules": "ZBVZeroBubble", "microbatches": 4},
-            marks=[pytest.mark.thorough, passes_on_to_itself],
-        ),
-    ],
-    ids=["data parallel", "tensor parallel", "context parallel", "split backwards"],
-)
-def test_planned_stages_train_on_their_ranks(
-    ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module], options: dict[str, Any]
-) -> None:
-    """All data-parallel ranks have the same sequences, whole ones."""
-    path = str(tmp_path / "plan.json")
-    planning = plan(build, pipeline=2, fitting=1, **options) if options else only(pipeline=2)
-    planning.save(path)
-    found = ranks.run(_train_stages, path, build, world_size=WORLD)
-    last = [losses for losses, _ in found if losses]
-    assert len(last) == 2
-    for losses in last:
-        assert losses == pytest.approx(_trained(build()), rel=1e-4)
-    assert {has_dtensors for _, has_dtensors in found} == {"tensor_parallel" in options}
 
 
 def _refused(paths: list[str], case: str) -> str:
