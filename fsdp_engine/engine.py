@@ -82,6 +82,7 @@ class Engine:
             the names of checkpoints. "": the module is the complete model.
         communicators, scheduler, reductions, lanes, guard, hooks: Internal objects, for extensions.
         parts: Objects with lanes of their own (``EnginePart``), which extensions add.
+        total_norm: The function of the norm of gradients, which an extension may replace.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Engine:
             unit.start(self.scheduler)
             hook_gradients(self.scheduler, unit)
         self.parts: list[EnginePart] = []
+        self.total_norm = total_norm
         self._extensions: dict[Callable[[Engine], Any], Any] = {}
         self._sharded_ids = {id(param) for each in self.buffers for param in each.sharded_params}
         for module in model.modules():
@@ -269,9 +271,13 @@ class Engine:
 
     def broadcast_params(self) -> None:
         """Copy the weights of the first rank of each set of replicas to the others. Collective."""
+        from fsdp_engine.buffers.full_values import present_main, write_main
+
         self.scheduler.await_ranks()
         for buffer in self.buffers:
-            same_on_replicas(buffer)
+            main = present_main(buffer)
+            same_on_replicas(buffer, main.tensor)
+            write_main(buffer, main)
         self.weights_changed()
 
     def clip_grad_norm_(
@@ -306,7 +312,7 @@ class Engine:
             # Ranks hold different experts, or shards of DTensors over other mesh dimensions. The
             # norm is over all of their elements, and counts each element once.
             group, copies = self.ranks.control_group, [count for _, count in present]
-        norm = total_norm(shards, norm_type, group, self.mesh.device, copies)
+        norm = self.total_norm(shards, norm_type, group, self.mesh.device, copies)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"clip_grad_norm_: expected a finite gradient norm; found {norm}")
         clip_(shards, norm, max_norm)

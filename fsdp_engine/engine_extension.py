@@ -31,9 +31,11 @@ class EngineExtension:
         codec_rules: Rules that select the codec of a parameter's all-gather
             (``fsdp_engine.codecs.CodecRule``). Rules of earlier extensions are tried first.
         awaits_late_gradients: Modules may compute weight gradients after backward.
+        replaces_reductions: The extension replaces the communicators that reduce gradients.
     """
 
     awaits_late_gradients = False
+    replaces_reductions = False
 
     @property
     def codec_rules(self) -> Sequence[Any]:

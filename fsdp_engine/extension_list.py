@@ -96,6 +96,7 @@ EXTENSIONS: tuple[Extension, ...] = (
         ],
     ),
     Extension("ema", names=("EMA",)),
+    Extension("fixed_order_sums", names=("FixedOrderSums",)),
     Extension(
         "initial_values",
         classes=[("InitialValues", "compared_values.ComparedValues")],

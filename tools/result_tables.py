@@ -1164,6 +1164,51 @@ def quantized_on_slow_links() -> str:
     return with_machine(text, "quantized_reduction")
 
 
+def fixed_order_bits() -> str:
+    """Hashes after training with sums in a fixed order on different numbers of ranks."""
+    found = results("fixed_order_sums")
+    rows = []
+    for way in dict.fromkeys(row["way"] for row in found["bits"]):
+        of_way = [row for row in found["bits"] if row["way"] == way]
+        places: dict[str, list[str]] = {}
+        for row in of_way:
+            places.setdefault(f"{row['ranks']} ({row['before']} before)", []).append(
+                row["levels"][0] if row["levels"][1] == "no_shard" else "+".join(row["levels"])
+            )
+        for place, levels in places.items():
+            hashes = {
+                key: sorted(
+                    {
+                        row[key]
+                        for row in of_way
+                        if f"{row['ranks']} ({row['before']} before)" == place and key in row
+                    }
+                )
+                for key in ("weights", "state", "norms")
+            }
+            cells = [", ".join(each) or "not compared" for each in hashes.values()]
+            rows.append([way, place, ", ".join(levels), *cells])
+    columns = ["optimizer", "ranks", "levels", "weights", "optimizer state", "norms"]
+    return with_machine(table(columns, rows), "fixed_order_sums")
+
+
+def fixed_order_times() -> str:
+    """A step with sums in a fixed order beside one of the plain engine."""
+    rows = [
+        [
+            level,
+            f"{each['plain ms']:.0f}",
+            f"{each['fixed ms']:.0f}",
+            spread(each["ratio"]),
+            f"{each['plain peak bytes'] / 1e6:.1f}",
+            f"{each['fixed peak bytes'] / 1e6:.1f}",
+        ]
+        for level, each in results("fixed_order_sums")["times"].items()
+    ]
+    columns = ["level", "plain ms", "fixed order ms", "ratio (quartiles)", "plain peak MB"]
+    return table([*columns, "fixed order peak MB"], rows)
+
+
 def fp8_bytes() -> str:
     rows = []
     for title, run in results("fp8_training")["bytes"].items():

@@ -7,6 +7,7 @@ otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -31,10 +32,26 @@ def gather_main(buffer: ParamAndGradBuffer, into: Tensor | None = None) -> Shard
         into: Memory for the result: a 1-D tensor of ``layout.numel`` elements. Shards are sent in
             its dtype.
     """
-    main = buffer.weights.main
+    main = present_main(buffer)
     if main.depth == 0 and into is None:
         return main
     return _gather(buffer, "main weights", main.tensor, into)
+
+
+def present_main(buffer: ParamAndGradBuffer) -> ShardedBuffer:
+    """Returns this rank's main weights. It is a copy if the user has put the values of a plain
+    parameter into other memory (``param.data = values``), which the engine cannot observe. The old
+    memory may belong to a tensor of the user and is not written."""
+    main, params = buffer.weights.main, buffer.sharded_params
+    if not buffer.is_plain or all(
+        local_part(param).data_ptr() == main.full(index).data_ptr()
+        for index, param in enumerate(params)
+    ):
+        return main
+    present = replace(main, tensor=main.tensor.clone())
+    for index, param in enumerate(params):
+        present.full(index).copy_(local_part(param.detach()))
+    return present
 
 
 def full_main(buffer: ParamAndGradBuffer, main: ShardedBuffer, index: int) -> Tensor:
@@ -63,7 +80,12 @@ def main_parameters(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> list[nn.
 def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:
     """Copy this rank's part of ``main``, the result of :func:`gather_main`, into the main weights.
     Not collective."""
-    if main is not buffer.weights.main:
+    if main is buffer.weights.main:
+        return
+    if buffer.is_plain:
+        for index, param in enumerate(buffer.sharded_params):
+            local_part(param.detach()).copy_(main.full(index))
+    else:
         buffer.weights.main.tensor.copy_(main.narrow(buffer.spec.optim_depth))
 
 

@@ -49,7 +49,7 @@ class GradientObserver:
 
         Returns:
             ``used``, or its replacement: which gradients to publish. None: gradients are not
-            published but cleared.
+            published but cleared, when all observers were called.
         """
         return used
 

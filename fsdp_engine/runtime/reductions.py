@@ -628,12 +628,14 @@ class Reductions:
             self.canonical_order = self._seen_order
             self.order = self._make_order()
         used: Sequence[Sequence[Any]] = verdict.used
+        is_dropped = False
         for each in self.observers:
             by_any = each.reduced(used)
-            if by_any is None:
-                self.clear(zero=False)
-                return False
-            used = by_any
+            is_dropped |= by_any is None
+            used = used if by_any is None else by_any
+        if is_dropped:
+            self.clear(zero=False)
+            return False
         step.hooks_are_due = True
         for unit in self.order:
             if unit.index in step.partial:

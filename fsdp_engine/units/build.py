@@ -378,12 +378,17 @@ def build_unit(
     return buffers
 
 
-def same_on_replicas(buffer: ParamAndGradBuffer) -> None:
-    """Broadcast main weights from the first of the ranks that hold the same shard. Collective."""
-    mesh = buffer.mesh
+def same_on_replicas(buffer: ParamAndGradBuffer, values: Tensor | None = None) -> None:
+    """Broadcast values from the first of the ranks that hold the same shard. Collective.
+
+    Args:
+        buffer: The buffer.
+        values: A tensor of the size of this rank's main weights. None: the main weights.
+    """
+    mesh, values = buffer.mesh, buffer.weights.main.tensor if values is None else values
     for axis in Axis:
         if not buffer.strategy.shards(Role.OPTIM, axis):
-            broadcast_(buffer.weights.main.tensor, mesh.axis(axis).reduce_group)
+            broadcast_(values, mesh.axis(axis).reduce_group)
 
 
 def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:

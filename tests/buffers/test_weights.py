@@ -213,3 +213,34 @@ def test_only_rank_zero_keeps_the_full_state_when_asked_to() -> None:
     engine = fe.shard(Transformer(num_blocks=1))
     state = engine.full_state_dict(rank0_only=True)
     assert bool(state) == (dist.get_rank() == 0)
+
+
+@on_ranks(2)
+def test_values_that_are_put_into_other_memory_are_the_weights() -> None:
+    model = nn.Linear(4, 4)
+    engine = fe.shard(model, strategy="no_shard")
+    old = model.bias.data
+    values = old.clone()
+    model.bias.data = torch.full((4,), 3.0)
+    assert torch.equal(engine.full_state_dict()["bias"], model.bias)
+    with engine.unsharded():
+        assert torch.equal(model.bias, torch.full((4,), 3.0))
+        with torch.no_grad():
+            model.bias += 1
+    assert torch.equal(model.bias, torch.full((4,), 4.0))
+    model.bias.data = torch.full((4,), dist.get_rank() + 5.0)
+    engine.broadcast_params()
+    assert torch.equal(model.bias, torch.full((4,), 5.0))
+    assert torch.equal(old, values), "memory that is the user's"
+    model.bias.data = old
+    assert torch.equal(engine.full_state_dict()["bias"], values)
+
+
+@on_ranks(2)
+def test_a_model_that_to_empty_gives_memory_after_it_was_sharded_is_saved() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(4, 4)
+    engine = fe.shard(model, strategy="no_shard")
+    model.to_empty(device="cpu")
+    nn.init.ones_(model.bias)
+    assert torch.equal(engine.full_state_dict()["bias"], torch.ones(4))

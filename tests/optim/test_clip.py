@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
 from fsdp_engine.optim.clip import total_norm
 from fsdp_engine.strategies import LEVELS
-from tests.pool import on_few_ranks
+from tests.pool import on_few_ranks, on_ranks
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 4095, 4096, 4097, 2_400_000])
@@ -49,3 +50,12 @@ def test_norms_of_sharded_tensors_are_as_accurate() -> None:
         for norm, values, order in norms:
             exact = torch.linalg.vector_norm(values.double(), order).item()
             assert norm.item() == pytest.approx(exact, rel=2e-6), (level, order)
+
+
+@on_ranks(2)
+def test_a_nan_of_any_rank_is_the_largest_magnitude() -> None:
+    for rank in range(2):
+        values = torch.tensor([0.5, math.nan if dist.get_rank() == rank else 0.1])
+        assert total_norm([values], math.inf, dist.group.WORLD, values.device).isnan()
+    infinite = torch.tensor([1.0 if dist.get_rank() else math.inf])
+    assert total_norm([infinite], math.inf, dist.group.WORLD, infinite.device) == math.inf

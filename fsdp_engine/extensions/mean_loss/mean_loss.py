@@ -328,8 +328,9 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
         )
     if not all(each.sees_all_ranks for each in engine.reductions.observers):
         raise RuntimeError(
-            "mean_loss(): expected an engine with all ranks of the job; found replicas, whose "
-            "numbers of samples it does not know. Return the mean of a microbatch"
+            "mean_loss(): expected an engine whose reductions are all that gradients go through; "
+            "found an extension (replicas, or sums in a fixed order) that reduces them further. "
+            "Return the mean of a microbatch"
         )
     losses = engine.extension(MeanLosses)
     if not losses.has_divisor:

@@ -58,6 +58,7 @@ class QuantizedReduction(EngineExtension):
     axis: str = "outer"
     block: int = 256
     error_feedback: bool = True
+    replaces_reductions = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.bits, int) or self.bits not in LARGEST:
