@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.extension_list import names_of
@@ -67,3 +69,18 @@ def test_engines_list_the_methods_of_extensions() -> None:
     engine = fe.shard(torch.nn.Linear(2, 2))
     assert "clip_grad_norm_" in dir(engine)
     assert set(names_of("methods")) <= set(dir(engine))
+
+
+class Raises(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise ArithmeticError
+
+
+@on_ranks(2)
+def test_a_forward_that_raises_leaves_its_units() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Raises(4, 4))
+    engine = fe.shard(model, options=fe.Options(min_unit_size=0))
+    with pytest.raises(ArithmeticError):
+        model(torch.ones(2, 4))
+    assert engine.scheduler.is_at_rest
+    assert [unit.uses for unit in engine.units] == [0] * len(engine.units)
