@@ -239,6 +239,14 @@ class Run:
             set_random_state(match.targets[ranks_key]["random"], self.ranks.device)
         elif not is_same_job:
             of_rank_0 = self._different(rows)
+            if self.ranks.is_first:
+                warnings.warn(
+                    f"load of {files.folder}: {self.ranks.size} ranks load what "
+                    f"{manifest.world_size} saved, so random states stay as they are, and a loop "
+                    "that draws its batches by them repeats the first ones. Seed each step by its "
+                    "number, or call torch.manual_seed(seed + step) now",
+                    stacklevel=3,
+                )
         if of_rank_0:
             warnings.warn(
                 f"load of {files.folder}: {self.ranks.size} ranks load what {manifest.world_size} "

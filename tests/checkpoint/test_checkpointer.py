@@ -531,3 +531,23 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert not different(contents(model, optimizer), before)
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
     assert different(contents(model, optimizer), before)
+
+
+def save_there(folder: str) -> None:
+    fe.Checkpointer(folder, fe.shard(nn.Linear(4, 4))).save(1)
+
+
+def warnings_there(folder: str) -> list[str]:
+    checkpointer = fe.Checkpointer(folder, fe.shard(nn.Linear(4, 4)))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        checkpointer.load()
+    return [str(each.message) for each in shown if "random states" in str(each.message)]
+
+
+def test_other_ranks_are_warned_that_random_states_stay(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_there, str(tmp_path), world_size=2)
+    assert ranks.run(warnings_there, str(tmp_path), world_size=2) == [[], []]
+    (text,), *others = ranks.run(warnings_there, str(tmp_path), world_size=3)
+    assert "3 ranks load what 2 saved, so random states stay as they are" in text
+    assert others == [[], []]
