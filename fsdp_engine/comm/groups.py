@@ -234,7 +234,7 @@ class Ranks:
         """
         if self.size == 1:
             return None
-        met = meet("a group on the host", self.ranks, timeout)
+        met = meet("a save or load of a Checkpointer", self.ranks, timeout)
         return new_group(self.ranks, timeout, f"{met.name}/host", backend="gloo")
 
     def free_host_group(self, group: dist.ProcessGroup | None) -> None:

@@ -223,7 +223,11 @@ class _Place:
                 self.decide("missing", self._missing_after(waited))
             elif waited > next_line:
                 next_line *= 10
-                _log.error("%s. Waiting on", self._missing_after(waited))
+                text = self._missing_after(waited)
+                if " has ended" in text:  # a rank that has ended will not arrive
+                    self.decide("missing", text)
+                else:
+                    _log.error("%s. Waiting on", text)
             elif waited > next_check:
                 next_check += min(next_check, MOST_SECONDS_BETWEEN_CHECKS)
                 self._check_other_rendezvous()

@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm import groups
+from fsdp_engine.comm import groups, rendezvous
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, report_error
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
@@ -154,6 +155,20 @@ def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
     store.set("over", "")
     # All are at the same number again.
     assert not meet("tea", range(4), LATE).all_have
+
+
+@on_ranks(2, timeout=LIMIT)
+def test_a_meeting_does_not_wait_for_a_rank_that_has_ended() -> None:
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["over"], timedelta(seconds=LIMIT))
+    with (
+        patch.object(rendezvous.activity, "PATIENCE_SECONDS", 0.2),
+        patch.object(rendezvous, "missing_ranks", lambda what, ranks: "rank 1 has ended"),
+        pytest.raises(RuntimeError, match=r"tea: .* rank 1 has ended"),
+    ):
+        meet("tea", range(2), LATE)
+    store.set("over", "")
 
 
 @on_ranks(3, timeout=LIMIT)
