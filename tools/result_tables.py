@@ -1842,6 +1842,8 @@ def deleted_extensions() -> str:
 
 
 TABLES: tuple[Callable[[], str], ...] = (
+    fixed_order_bits,
+    fixed_order_times,
     quantized_losses,
     quantized_steps,
     quantized_on_slow_links,
