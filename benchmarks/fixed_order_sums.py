@@ -6,7 +6,7 @@ A GPT with dropout trains on random numbers, 24 leaves of two sequences a step, 
 part compares hashes of weights, optimizer state and norms after ``--steps`` steps, of which another
 number of ranks has run the first half. In bf16 two levels are compared, in fp32 all. ``--ways``
 keeps earlier results of the others. The second part times a step on two ranks beside one of the
-plain engine with the same microbatches, and finds the most memory that a step allocates.
+plain engine with the same microbatches, and finds the peaks of the engine's memory and gradients.
 """
 
 from __future__ import annotations
@@ -15,17 +15,15 @@ import argparse
 import hashlib
 import json
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import harness
 import torch
+from memory import StorageTracker
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import dropout
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import fsdp_engine as fe
 from gpt import GPT, GPTConfig
@@ -145,35 +143,6 @@ def compare(steps: int, ways: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-class Held(TorchDispatchMode):
-    """The most bytes that the tensors made within this context held at once."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.peak = self._bytes = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and type(tensor) is Tensor:
-                self._add(tensor.untyped_storage())
-        return result
-
-    def _add(self, storage: Any) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        if key in self._known or not num_bytes:
-            return
-        self._known.add(key)
-        self._bytes += num_bytes
-        self.peak = max(self.peak, self._bytes)
-        weakref.finalize(storage, self._drop, key, num_bytes)
-
-    def _drop(self, key: int, num_bytes: int) -> None:
-        self._known.discard(key)
-        self._bytes -= num_bytes
-
-
 def make_step(level: str, *, is_fixed: bool) -> Callable[[], None]:
     model, sums = make_model(TIMED), fe.FixedOrderSums(leaves=LEAVES)
     engine = fe.shard(model, strategy=level, extensions=[sums] if is_fixed else [])
@@ -207,10 +176,13 @@ def measure(rounds: int) -> dict[str, Any]:
         ways = {name: make_step(level, is_fixed=name == "fixed") for name in ("plain", "fixed")}
         times = harness.interleave(ways, rounds)
         peaks = {}
-        for name, step in ways.items():
-            with Held() as held:
+        for name in ways:
+            tracker = StorageTracker()
+            with tracker.on():
+                step = make_step(level, is_fixed=name == "fixed")
                 step()
-            peaks[f"{name} peak bytes"] = held.peak
+                step()
+            peaks[f"{name} peak bytes"] = tracker.replay(0)["peak"]
         found[level] = {
             **peaks,
             "plain ms": 1e3 * harness.spread(times["plain"])["median"],

@@ -1166,28 +1166,21 @@ def quantized_on_slow_links() -> str:
 
 def fixed_order_bits() -> str:
     """Hashes after training with sums in a fixed order on different numbers of ranks."""
-    found = results("fixed_order_sums")
+    places: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in results("fixed_order_sums")["bits"]:
+        place = row["way"], f"{row['ranks']} ({row['before']} before)"
+        places.setdefault(place, []).append(row)
     rows = []
-    for way in dict.fromkeys(row["way"] for row in found["bits"]):
-        of_way = [row for row in found["bits"] if row["way"] == way]
-        places: dict[str, list[str]] = {}
-        for row in of_way:
-            places.setdefault(f"{row['ranks']} ({row['before']} before)", []).append(
-                row["levels"][0] if row["levels"][1] == "no_shard" else "+".join(row["levels"])
-            )
-        for place, levels in places.items():
-            hashes = {
-                key: sorted(
-                    {
-                        row[key]
-                        for row in of_way
-                        if f"{row['ranks']} ({row['before']} before)" == place and key in row
-                    }
-                )
-                for key in ("weights", "state", "norms")
-            }
-            cells = [", ".join(each) or "not compared" for each in hashes.values()]
-            rows.append([way, place, ", ".join(levels), *cells])
+    for place, runs in places.items():
+        levels = [
+            inner if outer == "no_shard" else f"{inner}+{outer}"
+            for inner, outer in (row["levels"] for row in runs)
+        ]
+        cells = [
+            ", ".join(sorted({row[key] for row in runs if key in row})) or "not compared"
+            for key in ("weights", "state", "norms")
+        ]
+        rows.append([*place, ", ".join(levels), *cells])
     columns = ["optimizer", "ranks", "levels", "weights", "optimizer state", "norms"]
     return with_machine(table(columns, rows), "fixed_order_sums")
 

@@ -148,10 +148,12 @@ class _SumOverRanks(torch.autograd.Function):
         return mean_over_mesh(grad, ctx.flat), None
 
 
-def reduce_over(tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum") -> Tensor:
+def reduce_over(
+    tensor: Tensor, groups: Sequence[ProcessGroup], op: str = "sum", what: str = _EVERY_RANK
+) -> Tensor:
     """Reduce a small tensor in place over each of ``groups`` in turn, and return it."""
     for group in groups:
-        all_reduce_(tensor, group, op, _EVERY_RANK)
+        all_reduce_(tensor, group, op, what)
     return tensor
 
 
@@ -173,7 +175,7 @@ def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
     return reduce_over(value, flat.groups)
 
 
-def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
+def extreme_over(value: Tensor, groups: Groups, op: str, what: str = _EVERY_RANK) -> Tensor:
     """Returns the maximum or minimum over the ranks. It is NaN if any value is.
 
     Collectives do not ensure this by themselves.
@@ -181,13 +183,13 @@ def _extreme_over(value: Tensor, groups: Groups, op: str) -> Tensor:
     if not groups:
         return value
     if not value.is_floating_point():
-        return reduce_over(value.long(), groups, op).to(value.dtype)
+        return reduce_over(value.long(), groups, op, what).to(value.dtype)
     nan = value.isnan()
     sign = 1.0 if op == "max" else -1.0
     wide = value.to(torch.promote_types(value.dtype, torch.float32))
     # One collective reduces the values (first row) and whether any of them is NaN (second row).
     both = torch.stack((wide.masked_fill(nan, -sign * math.inf), nan * sign))
-    reduced = reduce_over(both, groups, op)
+    reduced = reduce_over(both, groups, op, what)
     return reduced[0].masked_fill(reduced[1] != 0, math.nan).to(value.dtype)
 
 
@@ -250,7 +252,7 @@ def _extreme(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     elif not math.prod(flat.shape):
         return func(local)  # raises torch's error
     value = func(local) if local.numel() else _neutral(local, op)
-    return _extreme_over(value, flat.groups, op)
+    return extreme_over(value, flat.groups, op)
 
 
 def _neutral(local: Tensor, op: str) -> Tensor:
@@ -302,7 +304,7 @@ def _foreach_norm(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             reduced = _norm_over(values, order, flat)
         else:
             values = torch.stack([t.max() if t.numel() else _neutral(t, "max") for t in chosen])
-            reduced = _extreme_over(values, key or (), "max")
+            reduced = extreme_over(values, key or (), "max")
         for index, local, value in zip(indices, chosen, reduced.unbind(), strict=True):
             value = value.to(real_dtype(kwargs.get("dtype") or local.dtype))
             is_norm = takes_norms and key is not None
@@ -371,7 +373,7 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
     if flat is None or not (flat.groups or norms.requires_grad):
         return norms
     if not math.isfinite(order):
-        return _extreme_over(norms, flat.groups, "max" if order > 0 else "min")
+        return extreme_over(norms, flat.groups, "max" if order > 0 else "min")
     if order == 0:
         return _sum_over(norms, flat)
     total = _sum_over(norms**order, flat)

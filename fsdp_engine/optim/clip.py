@@ -54,10 +54,9 @@ def total_norm(
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(dtype)
     if math.isinf(norm_type):
-        # Collectives may lose NaN, so the second element is its flag.
-        both = torch.stack((local.nan_to_num(nan=0.0, posinf=math.inf), local.isnan().to(dtype)))
-        largest, is_nan = all_reduce_(both, group, "max", what=_OPERATION).unbind()
-        return largest.masked_fill(is_nan > 0, math.nan)
+        from fsdp_engine.flat_dtensor.full_reductions import extreme_over
+
+        return extreme_over(local, () if group is None else (group,), "max", _OPERATION)
     return all_reduce_(local.pow(norm_type), group, what=_OPERATION).pow(1.0 / norm_type)
 
 

@@ -436,7 +436,7 @@ NAMES = [
 
 
 def attributes() -> list[Any]:
-    """Of everything that the pickle of metadata may name, and defaults of the function."""
+    """Returns the classes that the pickle of metadata may name, and defaults of the function."""
     found = [
         *(each for each in vars(dcp_metadata).values() if isinstance(each, type)),
         *(filesystem._StorageInfo, collections.OrderedDict, torch.Size),

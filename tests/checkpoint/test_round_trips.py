@@ -266,8 +266,8 @@ def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
 # By commit 2c149ee, the last in which a unit was one module: two ranks, level 3, after two steps of
 # AdamW. Its root held what a unit of embedding, norm and head holds since.
 OLDER = Path(__file__).parent / "data" / "before_units_as_sets"
-# Of token_batch(4, 99), before and after a third step with that batch on all ranks; printed by the
-# program that wrote the checkpoint.
+# The losses of token_batch(4, 99) before and after a third step with that batch on all ranks, which
+# the program that wrote the checkpoint has printed.
 LOSSES = (7.681292533874512, 6.736013889312744)
 
 

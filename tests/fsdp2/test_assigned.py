@@ -126,7 +126,7 @@ def tied_and_more() -> nn.Sequential:
 @pytest.mark.parametrize(("make", "name"), [(tied, "2.weight"), (tied_and_more, "0.2.weight")])
 @on_few_ranks
 def test_two_values_for_a_tied_parameter_raise_on_all_ranks(make: Maker, name: str) -> None:
-    """They differ in one element, which one rank holds."""
+    """The values of two names differ in one element, which one rank holds."""
     for element in (0, 35):
         values = values_of(make)
         model = sharded(make)

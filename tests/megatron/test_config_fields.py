@@ -340,7 +340,7 @@ class Run:
 
 
 def gathers(level: str) -> list[str]:
-    """Of units where parameters are cut, else of buckets, in forward order."""
+    """Returns the labels of units if parameters are sharded, else of buckets, in forward order."""
     cut = level == "optim_grads_params"
     labels = [f"layers.{n}" if cut else f"(bucket {2 - n})" for n in range(NUM_LAYERS)]
     return [f"all-gather of {label}" for label in labels]

@@ -238,7 +238,7 @@ def test_a_plan_tries_pipelines_beside_data_parallelism() -> None:
 
 @pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.thorough)])
 def test_a_row_is_a_quick_simulation_of_the_pipeline(context: int) -> None:
-    """Of the model's stages and the cross-entropy of logits; with context parallelism, too."""
+    """The pipeline consists of the model's stages and the cross-entropy of logits."""
     tokens = llama_batch()["input_ids"]
     each = only(pipeline=2).outcomes[0]
     if context == 2:

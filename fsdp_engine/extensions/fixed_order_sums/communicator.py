@@ -35,6 +35,10 @@ class StepTrees:
             return None
         return self._trees.pop(tag).take().div_(self._leaves)
 
+    def is_taken(self, tag: int) -> bool:
+        """Returns whether the last tree of a reduction is complete and taken."""
+        return tag not in self._trees
+
     def check_empty(self) -> None:
         """Check that all trees are complete and taken."""
         assert not self._trees
@@ -79,15 +83,6 @@ class FixedOrderCommunicator(Communicator):
                 "backward: expected one backward of each leaf with FixedOrderSums; found others "
                 "within it, whose gradients are added"
             )
-        yield from self._reduce(full, out, tag)
-
-    def all_reduce(self, tensor: Tensor, *, average: bool = False, tag: int = 0) -> Steps:
-        """See :class:`Communicator`."""
-        del average
-        yield from self._reduce(tensor, self.part(tensor), tag)
-        yield from self.all_gather(tensor, None, tag + 1)
-
-    def _reduce(self, full: Tensor, out: Tensor, tag: int) -> Steps:
         own = self.part(full)
         sizes = [own.numel()] * self.size
         sent_sizes = [self.part(full, rank).numel() for rank in range(self.size)]
@@ -108,3 +103,9 @@ class FixedOrderCommunicator(Communicator):
             out.zero_()
         else:
             out.copy_(mean)
+
+    def all_reduce(self, tensor: Tensor, *, average: bool = False, tag: int = 0) -> Steps:
+        """See :class:`Communicator`. Sums that are not complete are not gathered."""
+        yield from self.reduce_scatter(tensor, self.part(tensor), average=average, tag=tag)
+        if self._trees is None or self._trees.is_taken(tag):
+            yield from self.all_gather(tensor, None, tag + 1)

@@ -23,7 +23,7 @@ from fsdp_engine.optim.clip import total_norm
 _BITS = 24  # of the significand of an fp32 number, and of each half of its square
 _LOWEST = -148  # the exponent that `frexp` returns for the smallest fp32 number
 _NUM_BINS = 128 - _LOWEST + 1
-_MOST_AT_ONCE = 2**20  # elements, which bounds the memory of a call
+_MOST_AT_ONCE = 2**18  # elements, each of which takes about 50 bytes within a call
 
 
 def exact_norm(

@@ -124,7 +124,7 @@ PROGRAMS: dict[str, tuple[Any, dict[str, Any], list[Any], Any]] = {
 
 
 def dtypes_of(run: Run) -> dict[str, torch.dtype]:
-    """Of the model's state and the optimizer's."""
+    """Returns the dtype of each tensor in the state of the model and of the optimizer."""
     state = {**run.model.state_dict(), **run.state()}
     return {name: value.dtype for name, value in state.items()}
 

@@ -38,7 +38,7 @@ def test_every_optimizer_steps_as_in_memory_in_two_chunks(
     with counting_chunks() as counts:
         offloaded.compare(tmp_path, [roles], given)
     most = 2 if has_state else 0
-    # Of an optimizer without state, gradients and weights are brought all the same.
+    # If the optimizer has no state, gradients and weights are still copied to the device.
     assert max(counts) in {most, most if roles is offloaded.STATE else 2}
 
 
