@@ -3,13 +3,14 @@
 This class is a seam (see ``docs/design.md``). An object of a subclass selects one extension for one
 engine, and holds its arguments. The functions that build an engine run these steps on all ranks:
 
-1. They read ``codec_rules``, and make the plan.
-2. They call ``check``. Nothing has been changed yet; an error is raised on all ranks.
-3. They call ``signature``, and compare the results of all ranks.
-4. They call ``memory``.
-5. They call ``prepare``. The model is still unsharded, and no buffer has memory.
-6. They build the buffers and the engine.
-7. They call ``start``.
+1. They call ``mesh_of_engine``.
+2. They read ``codec_rules``, and make the plan.
+3. They call ``check``. Nothing has been changed yet; an error is raised on all ranks.
+4. They call ``signature``, and compare the results of all ranks.
+5. They call ``memory``.
+6. They call ``prepare``. The model is still unsharded, and no buffer has memory.
+7. They build the buffers and the engine.
+8. They call ``start``.
 
 ``setup``, ``resources`` and ``engine`` are annotated with ``Any`` here, because the modules of
 their classes import this module. Subclasses annotate them with their classes.
@@ -32,10 +33,12 @@ class EngineExtension:
             (``fsdp_engine.codecs.CodecRule``). Rules of earlier extensions are tried first.
         awaits_late_gradients: Modules may compute weight gradients after backward.
         replaces_reductions: The extension replaces the communicators that reduce gradients.
+        divides_mesh: ``mesh_of_engine`` returns a part of the mesh.
     """
 
     awaits_late_gradients = False
     replaces_reductions = False
+    divides_mesh = False
 
     @property
     def codec_rules(self) -> Sequence[Any]:
@@ -46,6 +49,18 @@ class EngineExtension:
         """Returns a text that must be equal on all ranks. A subclass leaves out arguments that may
         differ between ranks."""
         return repr(self)
+
+    def mesh_of_engine(self, mesh: Any, levels: Any) -> Any:
+        """Returns the data-parallel ranks over which the engine shards and reduces.
+
+        Args:
+            mesh: All ranks of the user's mesh, an object of ``fsdp_engine.comm.mesh.DataMesh``.
+            levels: The levels on both axes, an object of ``fsdp_engine.strategies.Strategy``.
+
+        Raises:
+            Exception: As in ``check``. All ranks have the same arguments.
+        """
+        return mesh
 
     def check(self, setup: Any) -> None:
         """Check the extension against the model, the plan and the other arguments. It must not call

@@ -92,7 +92,8 @@ EXTENSIONS: tuple[Extension, ...] = (
         "different_modules",
         methods=("together", "ranks_can_differ"),
         advice=[
-            ("all-gather", "where they use different modules, run the step in engine.together()")
+            ("all-gather", "where they use different modules, run the step in engine.together()"),
+            ("together()", "call engine.await_ranks() before collectives of your own within it"),
         ],
     ),
     Extension("ema", names=("EMA",)),
@@ -138,6 +139,7 @@ EXTENSIONS: tuple[Extension, ...] = (
         classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
         words=("offload=",),
     ),
+    Extension("outer_optimizer", names=("OuterOptimizer",)),
     Extension(
         "pipelines",
         names=("LateGradients",),

@@ -261,8 +261,11 @@ def make_engine(
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
             check_device_mesh(expert_mesh)
-    note = "" if expert_mesh is None else "an expert_mesh"
-    data = DataMesh.create(mesh, num_instances=num_rows, what=what, note=note)
+    notes = [] if expert_mesh is None else ["an expert_mesh"]
+    notes += [f"{each.signature()} at {levels}" for each in extensions if each.divides_mesh]
+    data = DataMesh.create(mesh, num_instances=num_rows, what=what, note="; ".join(notes))
+    for extension in extensions:
+        data = extension.mesh_of_engine(data, levels)
     experts = None
     if expert_mesh is not None:
         experts = DataMesh.create(expert_mesh, what=f"expert_mesh of {what}")
@@ -271,7 +274,7 @@ def make_engine(
     signature: list[str] = []
     setup: EngineSetup | None = None
     error: Exception | None = None
-    ranks: Ranks = data
+    ranks: Ranks = data.part_of or data
     broadcasts = initial_values == FIRST_PARAMETERS
     choice = SAME if broadcasts else initial_values
     try:
@@ -309,7 +312,7 @@ def make_engine(
     computes_here = data.device.type == "cpu"
     if computes_here:
         announce_rank()
-    values, _ = agree_on_plan(values, error, signature, data, ranks, what)
+    values, _ = agree_on_plan(values, error, signature, data, data.part_of or ranks, what)
     if computes_here:
         share_cores()
     assert plan is not None

@@ -1120,6 +1120,19 @@ def quantized_losses() -> str:
     return with_machine(table(columns, rows), "quantized_training")
 
 
+def outer_losses() -> str:
+    """Held-out losses of replicas that exchange weights every so many steps."""
+    rows = []
+    for replicas, found in results("outer_optimizer")["replicas"].items():
+        for name, row in found["held_out"].items():
+            losses = ", ".join(f"{loss:.4f}" for loss in row["losses"])
+            rows.append([replicas, name, losses, f"{row['median']:.3f}", f"{row['bytes']:.4f}"])
+    columns = ["replicas", "exchange", "held-out loss by seed", "x each step"]
+    steps = results("outer_optimizer")["steps"]
+    text = table([*columns, "bytes an element and step"], rows)
+    return with_machine(f"{steps} steps:\n\n{text}", "outer_optimizer")
+
+
 def quantized_steps() -> str:
     """Simulated steps with sums between nodes in few bits."""
     rows = [
@@ -1837,6 +1850,7 @@ def deleted_extensions() -> str:
 TABLES: tuple[Callable[[], str], ...] = (
     fixed_order_bits,
     fixed_order_times,
+    outer_losses,
     quantized_losses,
     quantized_steps,
     quantized_on_slow_links,

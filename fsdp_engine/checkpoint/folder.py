@@ -86,6 +86,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
     optimizer_kind,
 )
 from fsdp_engine.checkpoint.reader import Reader
+from fsdp_engine.checkpoint.reading_weights import listed
 from fsdp_engine.checkpoint.run_state import unpack
 from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import (
@@ -493,10 +494,9 @@ class FolderMatch:
             ValueError: Entries do not fit; all of them are listed.
         """
         if self.problems:
-            lines = "\n  ".join(self.problems)
             raise ValueError(
                 f"checkpoint {self._folder}: expected the entries of this {self._what}; found "
-                f"{len(self.problems)} that differ\n  {lines}"
+                f"{len(self.problems)} that differ{listed(self.problems)}"
             )
 
     def fetch(self) -> None:

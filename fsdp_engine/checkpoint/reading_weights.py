@@ -75,11 +75,21 @@ class Match:
                 for name, what in self.unexpected.items()
             ]
         if problems:
-            lines = "\n  ".join(problems)
             raise ValueError(
-                f"{where}: expected the tensors of this model; found {len(problems)} that differ\n"
-                f"  {lines}"
+                f"{where}: expected the tensors of this model; found {len(problems)} that differ"
+                f"{listed(problems)}"
             )
+
+
+def listed(problems: Sequence[str]) -> str:
+    """Returns problems of a load as indented lines, with advice about names of compiled models."""
+    lines = "".join(f"\n  {each}" for each in problems)
+    if "_orig_mod." in lines:
+        lines += (
+            "\ntorch.compile(model) puts _orig_mod. before names: compile the model in both jobs, "
+            "or in neither. block.compile() keeps the names"
+        )
+    return lines
 
 
 def whole(stored: TensorInFile) -> Pieces:

@@ -61,10 +61,12 @@ class DataMesh(Ranks):
         device_mesh: The mesh of the user, with dimensions (inner,) or (outer, inner).
         outer: The outer axis. It has size 1 for a mesh of one dimension.
         inner: The inner axis.
+        part_of: The mesh of which this one is a row; None: it is no part of another one.
     """
 
     outer: MeshAxis
     inner: MeshAxis
+    part_of: DataMesh | None = None
 
     @classmethod
     @_disable_current_modes()  # a simulation's mode must not make the tensor of ranks fake
@@ -117,6 +119,18 @@ class DataMesh(Ranks):
         if not met.all_have:
             _connect(mesh.groups, device)
         return mesh
+
+    def row(self) -> DataMesh:
+        """Returns this rank's row as a mesh of one axis, with the groups of the inner axis.
+        Collective over the row, on an accelerator."""
+        group, none = self.inner.reduce_group, MeshAxis(Axis.OUTER, 1, 0, None, None)
+        device_mesh = self.alone if group is None else mesh_of_group(group)
+        messages = group
+        if group is not None and is_accelerator(self.device):
+            members = dist.get_process_group_ranks(group)
+            messages = group_of_ranks(members, group, self.device, purpose="messages")
+            _connect([messages], self.device)
+        return DataMesh(device_mesh, self.device, group, messages, none, self.inner, self)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:

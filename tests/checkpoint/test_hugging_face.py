@@ -332,6 +332,10 @@ def test_tensors_and_names_that_do_not_fit_are_listed_and_nothing_changes() -> N
         load_safetensors(engine, folder, each)
         assert different(engine.full_state_dict(), expected) == []
     refuse("missing head.weight", "unexpected step")
+    compiled = {f"_orig_mod.{name}": value for name, value in state.items()}
+    on_rank_0(lambda: save_file(compiled, f"{folder}/{SINGLE}"))
+    refuse("unexpected _orig_mod.head.weight", "puts _orig_mod. before names: compile the model in")
+    on_rank_0(lambda: save_file({**foreign, "step": torch.ones(1)}, f"{folder}/{SINGLE}"))
     few = {name: mapping[name] for name in list(mapping)[2:]}
     refuse("found 4 that differ", "unexpected transformer.", rename=few)
     refuse("head.weight: expected one tensor", rename={**mapping, "step": "head.weight"})

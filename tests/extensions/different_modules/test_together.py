@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.comm import activity
 from tests import reference
 from tests.checkpoint.scene import shared_folder, update
 from tests.extensions.different_modules import maze
@@ -227,3 +228,8 @@ def test_a_backward_after_the_context_raises_on_all_ranks() -> None:
     with engine.together():
         maze.loss_of(model, 0, maze.plain(0))  # its backward does not come
     maze.loss_of(model, 0, maze.plain(0)).backward()
+
+
+def test_a_rank_that_waits_in_vain_is_told_about_collectives_of_the_users() -> None:
+    found = str(activity.failure("together()", [], RuntimeError("timed out")))
+    assert "call engine.await_ranks() before collectives of your own" in found

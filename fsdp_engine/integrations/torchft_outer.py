@@ -1,0 +1,189 @@
+"""``ElasticOuterReplicas``: replicas that may be lost, and exchange weights every so many steps.
+
+Each replica trains alone for ``every`` inner steps, a *period*; an outer optimizer then averages
+how far the replicas have moved (DiLoCo: see the extension ``outer_optimizer``). A step of torchft's
+manager is one period.
+
+[Note: An exchange that fails]
+If a replica is lost, the sum over replicas fails in some of the others or in all. Those in which it
+has failed form a new quorum and sum again, with what they have trained: only the lost replica's
+period is lost. If the sum has succeeded in another replica, that one has stepped its outer weights
+already; then the quorum sends its state, and this replica begins the next period with it. A replica
+that starts may join the quorum of a repeated exchange. It has trained nothing, and takes part at
+once, so that the others do not wait for a period. So each replica also sends whether it has
+trained, and the mean is over those that have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from fsdp_engine.checkpoint.run_state import Stateful
+from fsdp_engine.engine import Engine
+from fsdp_engine.extension_list import find_module
+from fsdp_engine.integrations.managed_replica import ManagedReplica
+from fsdp_engine.memory import allocator
+
+_SGD = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class ElasticOuterReplicas(ManagedReplica):
+    """Trains one of several replicas, each of which may be lost, and which exchange weights after
+    each period of ``every`` steps. Collective within the replica: all of its ranks create this
+    object and call its methods in the same order.
+
+    A replica that is lost loses its period, and the others lose nothing. A replica that is
+    restarted begins the next period with the outer weights and the optimizer state of a living one.
+
+    Example::
+
+        replicas = ElasticOuterReplicas(engine, optimizer, every=50)
+        while replicas.step < 100:  # periods
+            for number in replicas.inner_steps():
+                model(batch_of(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            replicas.exchange()
+
+    Args:
+        engine: The result of ``fsdp_engine.shard`` over the ranks of this replica.
+        optimizer: The inner optimizer, over the engine's parameters.
+        every: The number of inner steps of a period.
+        outer_optimizer: Makes the outer optimizer; see ``fe.OuterOptimizer``.
+        on_host: Store outer weights in memory of the host; see ``fe.OuterOptimizer``.
+        min_replicas, extra, lighthouse, name: See :class:`.ElasticReplicas`. The lighthouse awaits
+            replicas that are late for as long as its ``join_timeout_ms``: set it to more than their
+            periods differ. A replica that comes later loses its period.
+        timeout: Seconds after which a collective with a lost replica fails, unless the loss is
+            detected immediately.
+        period_timeout: Seconds that a replica waits for the others at the end of a period.
+
+    Raises:
+        ValueError: ``every`` or ``min_replicas`` is below 1, or there is no lighthouse.
+        RuntimeError, TimeoutError: The lighthouse does not answer. All ranks of the replica raise.
+            Or parameters have no values.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Optimizer,
+        *,
+        every: int,
+        outer_optimizer: Callable[[list[nn.Parameter]], Optimizer] = _SGD,
+        on_host: bool = False,
+        min_replicas: int = 1,
+        extra: Mapping[str, Stateful] | None = None,
+        lighthouse: str | None = None,
+        name: str = "",
+        timeout: float = 60.0,
+        period_timeout: float = 3600.0,
+    ) -> None:
+        kind = find_module("outer_optimizer.fragment", "ElasticOuterReplicas").Fragment
+        engine.missing_values.check()
+        self._every = every
+        # Whether the quorum of the next period is formed already.
+        self._has_begun = False
+        # Whether this replica repeats an exchange, and whether it has joined one.
+        self._repeats = False
+        self._has_joined_exchange = False
+        buffers = [buffer for unit in engine.units for buffer in unit.trainable]
+        self._outer = kind(0, buffers, outer_optimizer, engine.memory, on_host=on_host)
+        self._outer.take_main()
+        super().__init__(
+            engine,
+            optimizer,
+            counts={"every": every},
+            min_replicas=min_replicas,
+            extra=extra,
+            lighthouse=lighthouse,
+            name=name,
+            timeout=timeout,
+            patience=period_timeout,
+        )
+
+    def inner_steps(self) -> Iterator[int]:
+        """Begin a period. Yields the numbers of its inner steps, which continue those of the last
+        period; the caller trains each of them. A replica that has just started receives its state
+        first.
+
+        Raises:
+            ValueError, RuntimeError, TimeoutError: See :meth:`.ElasticReplicas.microbatches`.
+        """
+        if not self._has_begun:
+            self._begin_step()
+        while self._has_joined_exchange:
+            self._has_joined_exchange = False
+            self._exchange(self._outer.movement().zero_(), has_trained=False)
+            if not self._has_begun:
+                self._begin_step()
+        self._has_begun = False
+        yield from range(self.step * self._every, (self.step + 1) * self._every)
+
+    def exchange(self) -> None:
+        """End a period: average how far the replicas have moved, step the outer optimizer, and set
+        the model's weights to the outer weights. Repeated until it succeeds.
+
+        Raises:
+            RuntimeError: A forward or backward is running.
+            ValueError, TimeoutError: See :meth:`.ElasticReplicas.microbatches`; or there were fewer
+                than ``min_replicas`` for ``period_timeout``.
+        """
+        if not self._engine.scheduler.is_at_rest:
+            raise RuntimeError(
+                "ElasticOuterReplicas.exchange(): expected no forward or backward in progress; "
+                f"found a {self._engine.scheduler.phase}"
+            )
+        self._engine.await_ranks()
+        self._exchange(self._outer.movement(), has_trained=True)
+
+    def _exchange(self, movement: Tensor, *, has_trained: bool) -> None:
+        """See [Note: An exchange that fails]."""
+        self._repeats = False
+        while True:
+            total = movement.clone()
+            trained = allocator.zeros(1, movement.dtype, movement.device).fill_(float(has_trained))
+            self._sum([total, trained])
+            self._report_failure()
+            if self._vote():
+                self._outer.step(total / trained, 0.0)
+                break
+            self._repeats = True
+            self._begin_step()
+            if self._was_loaded:
+                self._has_begun = True
+                break
+        self._repeats = False
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the outer weights as sharded tensors by parameter name. They share memory with
+        this object."""
+        found: dict[str, Tensor] = self._outer.weights()
+        return found
+
+    def _weights(self) -> Any:
+        """See the base class. Parameters that are not trained are sent, too."""
+        frozen = [each.weights.main.tensor for each in self._engine.buffers if each.grads is None]
+        outer = self._outer.flat_state()
+        return {"outer": outer, "frozen": frozen, "exchanges": self._repeats}
+
+    @torch.no_grad()
+    def _load_weights(self, weights: Any) -> None:
+        """See the base class."""
+        frozen = [each for each in self._engine.buffers if each.grads is None]
+        for buffer, values in zip(frozen, weights["frozen"], strict=True):
+            buffer.weights.main.tensor.copy_(values)
+        self._outer.load_flat(weights["outer"])
+        self._outer.write_main()
+        self._engine.weights_changed()
+        self._has_joined_exchange = weights["exchanges"]
+
+    def _arguments(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"every": self._every, "outer optimizer": type(self._outer.optimizer).__name__}
