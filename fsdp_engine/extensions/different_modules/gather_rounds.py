@@ -63,7 +63,7 @@ from __future__ import annotations
 import enum
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, NoReturn
 
@@ -258,6 +258,7 @@ class GatherRounds(Schedule):
             self._take_part()
         while unit.needs_gather(phase):
             if self._vote is None:
+                self._expected = self._next_uses()
                 self._send([unit.index], vote=_Vote.NEEDED)
             self._take_part()
         self._hand_over(unit)
@@ -267,6 +268,13 @@ class GatherRounds(Schedule):
     def gather_ahead(self, window: Sequence[Use], compute_now: Ticket | None) -> None:
         """Vote for the units that are expected next."""
         self._expect()
+
+    def leave_forward(self, unit: Unit, entered: Collection[int], *, reads_again: bool) -> None:
+        """See the base class. Uses of named units say nothing about the next use of another one,
+        since the next forward may not have them."""
+        if unit.index not in self._uses.hints:
+            entered = {*entered, *self._uses.hints}
+        super().leave_forward(unit, entered, reads_again=reads_again)
 
     def will_use(self, units: Iterable[int], max_elements: int | None) -> None:
         """Vote for the units that this rank uses next, and gather them.
@@ -357,12 +365,13 @@ class GatherRounds(Schedule):
         gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
         # Include units gathered for other ranks. At most two that were not named, since orders can
         # change.
-        coming = [each for each in wanted if each in gathered or self._needs_gather(each)]
-        coming = coming[:2] + [each for each in coming[2:] if each in hints]
+        others = [each for each in wanted if each not in hints]
+        others = [each for each in others if each in gathered or self._needs_gather(each)]
+        coming = {*(each for each in wanted if each in hints), *others[:2]}
         for unit in self._ahead:
             if unit.index not in coming:
                 self._free(unit)
-        self._ahead = [gathered[each] for each in coming if each in gathered]
+        self._ahead = [gathered[each] for each in wanted if each in coming and each in gathered]
         self._for_others = [unit for unit in self._for_others if unit not in self._ahead]
         while self._vote is None:
             following = self._at_once(filter(self._needs_gather, wanted))
