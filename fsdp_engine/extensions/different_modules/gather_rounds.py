@@ -371,7 +371,10 @@ class GatherRounds(Schedule):
         for unit in self._ahead:
             if unit.index not in coming:
                 self._free(unit)
-        self._ahead = [gathered[each] for each in wanted if each in coming and each in gathered]
+        self._ahead = [unit for unit in self._ahead if unit.index in coming]
+        for unit in self._for_others:
+            if unit.index in coming and not self._has_enough([unit.index]):
+                self._ahead.append(unit)
         self._for_others = [unit for unit in self._for_others if unit not in self._ahead]
         while self._vote is None:
             following = self._at_once(filter(self._needs_gather, wanted))

@@ -19,7 +19,7 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.different_modules.gather_rounds import GatherRounds
 from fsdp_engine.runtime.unit import Unit
 from gpt import GPT, GPTConfig
-from routed_experts import MODELS, UNITS, MoE, loss_of, name_routed_experts
+from routed_experts import MODELS, UNITS, MoE, name_routed_experts
 from tests import reference
 from tests.extensions.different_modules import maze
 from tests.megatron.configs import LEVEL_NAMES
@@ -48,7 +48,7 @@ def make_model(kind: type[MoE] = MoE) -> nn.Module:
     model = GPT(config)
     for block in model.blocks:
         block.mlp = kind(config, NUM_EXPERTS)
-    return model
+    return model.double()  # AdamW makes large steps of the rounding errors of zero gradients
 
 
 def tokens_of(rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -56,6 +56,11 @@ def tokens_of(rows: int, seed: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, 256, (1, NUM_TOKENS), generator=generator)
     return tokens, tokens.roll(-1, 1)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    tokens, targets = batch
+    return nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
 
 
 def shard_and_name(model: nn.Module, *args: Any, **kwargs: Any) -> fe.Engine:
@@ -71,10 +76,10 @@ SCENARIO = Scenario(
     shard=shard_and_name,
     options=OPTIONS,
     optimizer=reference.adamw,  # weights of unused experts must not decay
-    loss_of=lambda model, batch: loss_of(model, *batch),
+    loss_of=loss_of,
     around=lambda engine: engine.together(),
     steps=3,
-    compute_dtype=torch.float32,  # one rank's batch after the other
+    compute_dtype=torch.float64,  # one rank's batch after the other
 )
 
 
@@ -102,7 +107,8 @@ def test_experts_on_four_ranks_train_as_in_one_process() -> None:
 def test_stacked_experts_of_transformers_that_are_split_train_as_in_one_process(name: str) -> None:
     pytest.importorskip("transformers")
     options = {"units": UNITS[name]}
-    SCENARIO.but(model=lambda: MODELS[name](NUM_EXPERTS), options=options, steps=2).check()
+    make = MODELS[name]
+    SCENARIO.but(model=lambda: make(NUM_EXPERTS).double(), options=options, steps=2).check()
 
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
@@ -125,7 +131,7 @@ def test_split_experts_compute_what_the_stack_computes(name: str) -> None:
 
 @contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Counts gathers by the name of their unit, and votes."""
+    """Counts gathers by the name of their unit, and messages with votes."""
     found: Counter[str] = Counter()
     gather, send = Unit.gather, GatherRounds._send
 
@@ -133,9 +139,9 @@ def counting() -> Iterator[Counter[str]]:
         found[unit.name] += 1
         gather(unit, *args, **kwargs)
 
-    def sending(rounds: GatherRounds, *args: Any, **kwargs: Any) -> None:
-        found["votes"] += 1
-        send(rounds, *args, **kwargs)
+    def sending(rounds: GatherRounds, units: Any = (), **kwargs: Any) -> None:
+        found["votes"] += bool(units)
+        send(rounds, units, **kwargs)
 
     with (
         mock.patch.object(Unit, "gather", gathering),
@@ -149,7 +155,7 @@ def test_each_expert_that_a_rank_routes_to_is_gathered_once_in_forward_and_backw
     model, engine = SCENARIO.sharded_model()
     for step in range(4):
         with counting() as found, engine.together():
-            loss_of(model, *tokens_of(1, 10 * step + dist.get_rank())).backward()
+            loss_of(model, tokens_of(1, 10 * step + dist.get_rank())).backward()
         gathered = {name for name in found if ".items." in name}
         used = {
             unit.name
@@ -159,10 +165,10 @@ def test_each_expert_that_a_rank_routes_to_is_gathered_once_in_forward_and_backw
         model.zero_grad()
         if step:  # the recorded order of the first step is a guess
             assert gathered == used
-            assert all(found[name] == 2 for name in used)
-            # In forward and in backward one for each block and its experts; and for the first
-            # block, the start and the end of backward.
-            assert found["votes"] <= 10
+            assert max(found[name] for name in used) == 2  # the last one is kept for backward
+            # In forward: the root, the first block, its experts with the second block, its experts.
+            # In backward the second block and the root are still full.
+            assert found["votes"] == 4 + 2, found
 
 
 @pytest.mark.parametrize("backward", [False, True])
