@@ -272,8 +272,9 @@ class GatherRounds(Schedule):
     def leave_forward(self, unit: Unit, entered: Collection[int], *, reads_again: bool) -> None:
         """See the base class. Uses of named units say nothing about the next use of another one,
         since the next forward may not have them."""
-        if unit.index not in self._uses.hints:
-            entered = {*entered, *self._uses.hints}
+        hints = self._uses.hints
+        if hints and unit.index not in hints:
+            entered = {*entered, *hints}
         super().leave_forward(unit, entered, reads_again=reads_again)
 
     def will_use(self, units: Iterable[int], max_elements: int | None) -> None:

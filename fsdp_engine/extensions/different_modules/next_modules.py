@@ -40,6 +40,7 @@ def will_use(
     :func:`together` a rank then votes for all of them in one message instead of one message for
     each, in forward and in backward. A module that is named and not called costs its gather. A
     module that is called and not named is gathered when it is called.
+    The names replace those of the last call.
 
     Does nothing outside of ``together``, with a prefetch window of 0, at levels below
     ``optim_grads_params``, and for modules that are no units and contain none, because the unit

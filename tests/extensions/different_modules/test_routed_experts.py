@@ -19,7 +19,7 @@ import fsdp_engine as fe
 from fsdp_engine.extensions.different_modules.gather_rounds import GatherRounds
 from fsdp_engine.runtime.unit import Unit
 from gpt import GPT, GPTConfig
-from routed_experts import MODELS, UNITS, MoE, name_routed_experts
+from routed_experts import MODELS, UNITS, Experts, MoE, name_routed_experts
 from tests import reference
 from tests.extensions.different_modules import maze
 from tests.megatron.configs import LEVEL_NAMES
@@ -41,6 +41,32 @@ class CheckpointedMoE(MoE):
 
 class ReentrantMoE(CheckpointedMoE):
     use_reentrant = True
+
+
+class Matrix(nn.Module):
+    """An expert that returns its weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, width, bias=False)
+
+    def forward(self) -> Tensor:
+        return self.up.weight
+
+
+class GroupedExperts(Experts):
+    """Stacks the weights of the chosen experts, for one product of all tokens."""
+
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        used, place = chosen.unique(return_inverse=True)
+        stack = torch.stack([self.items[index]() for index in used.tolist()])
+        return torch.einsum("tk,tkoi,ti->to", weights, stack[place], x)
+
+
+class GroupedMoE(MoE):
+    def __init__(self, config: GPTConfig, num_experts: int) -> None:
+        super().__init__(config, num_experts)
+        self.experts = GroupedExperts([Matrix(config.width) for _ in range(num_experts)])
 
 
 def make_model(kind: type[MoE] = MoE) -> nn.Module:
@@ -83,7 +109,7 @@ SCENARIO = Scenario(
 )
 
 
-@pytest.mark.parametrize("kind", [MoE, CheckpointedMoE, ReentrantMoE])
+@pytest.mark.parametrize("kind", [MoE, CheckpointedMoE, ReentrantMoE, GroupedMoE])
 @on_ranks(2)
 def test_experts_that_are_gathered_by_routing_train_as_in_one_process(kind: type[MoE]) -> None:
     run = SCENARIO.but(model=lambda: make_model(kind)).check()
@@ -116,7 +142,7 @@ def test_split_experts_compute_what_the_stack_computes(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     import routed_experts
 
-    split, model = MODELS[name.lower().removesuffix("3moe")], nn.Module()
+    split = MODELS[name.lower().removesuffix("3moe")]
     with mock.patch.object(routed_experts, "split_experts", lambda model: None):
         model = split(NUM_EXPERTS)
     assert isinstance(model, getattr(transformers, f"{name}ForCausalLM"))
