@@ -253,6 +253,9 @@ class _Nothing:
     def made(self, tensors: Sequence[Tensor]) -> None:
         """See ``MemoryTracker``."""
 
+    def sample(self, num_bytes: float) -> None:
+        """See ``MemoryTracker``."""
+
     def place_of(self, tensor: Tensor) -> None:
         """See ``MemoryTracker``; all is on the device."""
 

@@ -4,9 +4,9 @@
 Sharded weights are gathered from all ranks, so ranks that use different units have to take part in
 each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a round each
 rank votes for the units that it needs next, in a small message on a group of its own. Then all
-ranks gather the units that have votes, in module order; a rank that did not vote for a unit frees
-it. A rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any
-order and any number of times.
+ranks gather the units that have votes, in module order, or in its reverse while all ranks are in
+backward; a rank that did not vote for a unit frees it. A rank without a vote takes part until no
+rank is *busy*. So ranks can use any units, in any order and any number of times.
 
 A rank votes for a unit before it uses it. While it computes with one unit, the gather of the next
 unit of its own recorded order is in flight, and the vote for the unit after that has been sent.
@@ -112,6 +112,7 @@ _MOST_FOR_OTHERS = 2
 # that one call of `will_use` has named count as one use.
 _NUM_EXPECTED = 8
 _MOST_NAMED = 8
+_IN_BACKWARD = b"\0\1"  # All ranks with votes are in backward.
 
 
 class _Hint(NamedTuple):
@@ -161,6 +162,11 @@ class GatherRounds(Schedule):
         self._message = HostMessage("together()", engine.ranks)
         self._scheduler, self._reductions = engine.scheduler, engine.reductions
         self._num_reductions = len(engine.reductions.order)
+        # The position of each unit in the expected order of backward, which all ranks share.
+        expected = engine.scheduler.make_record()
+        expected.begin_backward()
+        uses = expected.next_uses(sys.maxsize)
+        self._place_in_backward = {use.unit: place for place, use in enumerate(uses)}
         self._host_drives = not engine.lanes.compute.runs_ahead
         self._submitting_waits = engine.reductions.submitting_waits
         self._reads_files = self._host_drives and any(
@@ -540,8 +546,11 @@ class GatherRounds(Schedule):
             self._raise_places(place)
         num_units = len(self._units)
         at = 2 * num_units
-        own = self._vote or ()
-        for index in to_gather(votes[:num_units], votes[num_units:at], votes[at : at + 2]):
+        own, phases = self._vote or (), votes[at : at + 2]
+        indices = to_gather(votes[:num_units], votes[num_units:at], phases)
+        if phases == _IN_BACKWARD:
+            indices.sort(key=self._place_in_backward.__getitem__)
+        for index in indices:
             self._gather(self._units[index], is_own=index in own)
             while len(self._for_others) > _MOST_FOR_OTHERS:
                 self._free(self._for_others.pop(0))
