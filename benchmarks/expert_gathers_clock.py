@@ -1,8 +1,9 @@
 """Simulated step time of a mixture of experts at level 3, whose experts are gathered by routing.
 
-    python benchmarks/expert_gathers_clock.py [--mesh 64] [--blocks 2] [--steps 2] [--latency 100]
+    python benchmarks/expert_gathers_clock.py [--cases 64,8,16 8,64,16] [--blocks 2] [--steps 2]
 
-64 ranks, 8 nodes of 8 H100, gathers and reductions in bf16. Each block has attention of width 4,096
+Nodes of 8 H100, gathers and reductions in bf16. A case is a number of ranks, of experts, and of
+tokens of each rank. It replaces the same case of the results file. Each block has attention of width 4,096
 and experts of 1.4B parameters in all, as Mixtral 8x7B has: 8 experts of hidden size 14,336, or 64
 or 128 smaller ones. Each token uses two experts, drawn uniformly and anew on each rank and in each
 step. "one unit": a block and all of its experts are one unit, without ``engine.together()``.
@@ -15,6 +16,7 @@ The engines and their votes run, and times are simulated, as in ``modules_left_o
 from __future__ import annotations
 
 import argparse
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -30,7 +32,7 @@ from torch.nn import functional as F
 import fsdp_engine as fe
 
 WIDTH, HEADS, GROUPS, HIDDEN, NUM_WORDS, TOP_K = 4096, 32, 8, 8 * 14_336, 32_000, 2
-CASES = ((8, 16), (64, 16), (64, 4096), (128, 16), (128, 4096))
+CASES = ("64,8,16", "8,64,16", "8,64,4096", "8,128,16")
 NAMED = "experts named"
 WAYS = (
     Way("one unit", num_warmup=1),
@@ -117,7 +119,7 @@ class ExpertRanks(Ranks):
 
 
 def run_case(
-    num_experts: int, num_tokens: int, sizes: tuple[int, ...], args: argparse.Namespace
+    num_ranks: int, num_experts: int, num_tokens: int, args: argparse.Namespace
 ) -> dict[str, Any]:
     """Returns the spreads of each way."""
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -129,7 +131,7 @@ def run_case(
         (WAYS[1:], ["blocks.*", "experts.*.items.*"]),
     ):
         job = Job(
-            sizes,
+            (num_ranks,),
             fe.H100,
             lambda: Model(args.blocks, num_experts),
             lambda: (tokens, tokens),
@@ -151,18 +153,19 @@ def run_case(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--mesh", type=int, nargs="+", default=[64])
+    parser.add_argument("--cases", nargs="+", default=CASES, help="ranks,experts,tokens")
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--latency", type=int, default=100, help="of a host message, microseconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    sizes, cases = tuple(args.mesh), []
-    for num_experts, num_tokens in CASES:
-        ways = run_case(num_experts, num_tokens, sizes, args)
-        cases.append({"experts": num_experts, "tokens": num_tokens, "ways": ways})
-        title = f"{num_experts} experts, {num_tokens} tokens a rank"
+    path = harness.RESULTS / "expert_gathers_clock.json"
+    cases = json.loads(path.read_text())["results"]["cases"] if path.exists() else {}
+    for case in args.cases:
+        num_ranks, num_experts, num_tokens = map(int, case.split(","))
+        cases[case] = ways = run_case(num_ranks, num_experts, num_tokens, args)
+        title = f"{num_ranks} ranks, {num_experts} experts, {num_tokens} tokens a rank"
         show(title, ways, "over one unit")
-        record = {"ranks": sizes, "latency us": args.latency, "blocks": args.blocks, "cases": cases}
+        record = {"latency us": args.latency, "blocks": args.blocks, "cases": cases}
         harness.write_results("expert_gathers_clock", record)
 
 

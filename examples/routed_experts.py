@@ -4,12 +4,12 @@
     python examples/routed_experts.py
 
 Each expert is a unit, and a step runs within ``engine.together()``. A hook on each router calls
-``engine.will_use`` with the experts that its tokens are routed to. The ranks then gather the experts
-that any of them routes to, in one round. An expert that no rank routes to is not gathered, and its
-parameters have no gradient, as in one process.
+``engine.will_use`` with the experts that its tokens are routed to. The ranks then gather the
+experts that any of them routes to, in one round. An expert that no rank routes to is not gathered,
+and its parameters have no gradient, as in one process.
 
-``gpt`` is the GPT of ``gpt.py`` with experts in place of its MLPs. ``mixtral`` and ``qwen`` are small
-models of transformers with random weights. Their experts are stacked in one parameter, so
+``gpt`` is the GPT of ``gpt.py`` with experts in place of its MLPs. ``mixtral`` and ``qwen`` are
+small models of transformers with random weights. Their experts are stacked in one parameter, so
 :func:`split_experts` first replaces each stack by one module for each expert.
 """
 

@@ -837,7 +837,7 @@ def expert_gathers_clock() -> str:
     found = results("expert_gathers_clock")
     rows = [
         [
-            f"{case['experts']} experts, {case['tokens']:,} tokens",
+            "{} ranks, {} experts, {} tokens".format(*case.split(",")),
             way,
             f"{row['seconds']['median'] * 1e3:.1f}",
             spread(row["over one unit"]),
@@ -845,10 +845,10 @@ def expert_gathers_clock() -> str:
             f"{row['gathers']['median']:.0f}",
             f"{row['rounds']['median']:.0f}",
         ]
-        for case in found["cases"]
-        for way, row in case["ways"].items()
+        for case, ways in found["cases"].items()
+        for way, row in ways.items()
     ]
-    columns = ["tokens of a rank", f"{' x '.join(map(str, found['ranks']))} x H100", "step ms"]
+    columns = ["H100s, tokens of a rank", "step", "ms"]
     columns += ["over one unit", "exposed gathers ms", "gathers", "messages"]
     return f"{table(columns, rows)}\n\nSimulated (`expert_gathers_clock.json`)."
 

@@ -108,7 +108,7 @@ _LARGEST = 255  # largest value of a byte
 # Number of units gathered for other ranks that are kept. To free one at once, compute would have to
 # wait for its gather; and this rank may use one that it did not expect to use.
 _MOST_FOR_OTHERS = 2
-# Number of next uses in the recorded order in which the next units to gather are searched. The units
+# Number of next uses in the recorded order in which the next units to gather are searched. Units
 # that one call of `will_use` has named count as one use.
 _NUM_EXPECTED = 8
 _MOST_NAMED = 8

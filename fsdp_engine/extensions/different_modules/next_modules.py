@@ -74,7 +74,8 @@ def will_use(
             )
         if max_elements < 1:
             raise ValueError(
-                f"will_use(max_elements=): expected a positive number, or None; found {max_elements}"
+                "will_use(max_elements=): expected a positive number, or None; found "
+                f"{max_elements}"
             )
     _name(engine, units, max_elements)
 

@@ -143,7 +143,7 @@ def test_split_experts_compute_what_the_stack_computes(name: str) -> None:
     import routed_experts
 
     split = MODELS[name.lower().removesuffix("3moe")]
-    with mock.patch.object(routed_experts, "split_experts", lambda model: None):
+    with mock.patch.object(routed_experts, "split_experts", return_value=None):
         model = split(NUM_EXPERTS)
     assert isinstance(model, getattr(transformers, f"{name}ForCausalLM"))
     tokens, _ = tokens_of(1, 0)
@@ -300,11 +300,9 @@ def test_wrong_arguments_on_one_rank_are_errors_on_all(case: str) -> None:
     for failing in (0, 1):
         fails = dist.get_rank() == failing
         expected = kind if fails else RuntimeError
-        with (
-            pytest.raises(expected, match=text if fails else "found one on another rank"),
-            engine.together(),
-        ):
-            model.before_block = lambda fails=fails: call(engine) if fails else None
+        model.before_block = lambda fails=fails: call(engine) if fails else None
+        text_here = text if fails else "found one on another rank"
+        with pytest.raises(expected, match=text_here), engine.together():
             maze.loss_of(model, 0, maze.plain(1, 3)).backward()
         engine.reset()
         engine.zero_grad_buffer()
