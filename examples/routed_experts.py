@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,14 +124,16 @@ def split_experts(model: nn.Module) -> None:
 def name_routed_experts(model: nn.Module, engine: fe.Engine) -> None:
     """Call ``engine.will_use`` with the chosen experts after each router of ``model``."""
     for module in model.modules():
+        layer: Any = module
         if isinstance(getattr(module, "experts", None), Experts):
-            items = module.experts.items
+            layer.gate.register_forward_hook(partial(_name_chosen, engine, layer.experts.items))
 
-            def name(_: nn.Module, __: Any, output: Any, items: nn.ModuleList = items) -> None:
-                chosen = output[2]
-                engine.will_use([items[index] for index in chosen.unique().tolist()])
 
-            module.gate.register_forward_hook(name)
+def _name_chosen(
+    engine: fe.Engine, items: nn.ModuleList, router: nn.Module, given: Any, output: Any
+) -> None:
+    chosen: Tensor = output[2]
+    engine.will_use([items[index] for index in chosen.unique().tolist()])
 
 
 def make_gpt(num_experts: int) -> nn.Module:
@@ -142,7 +145,7 @@ def make_gpt(num_experts: int) -> nn.Module:
     return model
 
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -167,10 +170,8 @@ def make_qwen(num_experts: int) -> nn.Module:
     """A small Qwen 3 mixture of experts of transformers, its experts split."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        **SIZES, head_dim=16, moe_intermediate_size=48, num_experts=num_experts, norm_topk_prob=True
-    )
-    model = Qwen3MoeForCausalLM(config)
+    sizes = SIZES | {"head_dim": 16, "moe_intermediate_size": 48, "norm_topk_prob": True}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_experts=num_experts))
     split_experts(model)
     return model
 

@@ -475,6 +475,7 @@ class GatherRounds(Schedule):
         self._ahead.clear()
         self._for_others.clear()
         self._named.clear()
+        self._uses_named = False
         self._num_submitted = self._num_submitted_by_all = 0
         self._vote_is_stale = self._vote is not None
 
@@ -549,7 +550,8 @@ class GatherRounds(Schedule):
         own, phases = self._vote or (), votes[at : at + 2]
         indices = to_gather(votes[:num_units], votes[num_units:at], phases)
         if phases == _IN_BACKWARD:
-            indices.sort(key=self._place_in_backward.__getitem__)
+            # Backward reads no weights of an embedding, unless a checkpoint repeats its forward.
+            indices.sort(key=lambda index: self._place_in_backward.get(index, num_units))
         for index in indices:
             self._gather(self._units[index], is_own=index in own)
             while len(self._for_others) > _MOST_FOR_OTHERS:
