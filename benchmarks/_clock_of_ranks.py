@@ -30,7 +30,6 @@ from fsdp_engine.comm.lanes import COMPUTE, COPY_IN, LANES, Lanes, Operation
 from fsdp_engine.extensions.different_modules import gather_rounds
 from fsdp_engine.extensions.different_modules.gather_rounds import GatherRounds
 from fsdp_engine.planner.simulation.clock import Clock, Moment, SimulatedLane, SimulatedTicket
-from fsdp_engine.runtime import step_message
 
 # Operations that a host issues to send a message (a pinned copy, its move, the all-reduce, an
 # event), and to read its answer.
@@ -320,6 +319,7 @@ class DeviceClock(_Messages):
         self.lanes = {name: DeviceLane(self, name) for name in (*LANES, COPY_IN)}
         self.awaited: list[tuple[Node, str]] = []
         self.nodes: list[Node] = []
+        self.model_flops = self.seconds_at_peak = 0.0  # counted by operations, and not read
         self._num_collectives: Counter[str] = Counter()
         self._at_work: DeviceLane | None = None
         self._sending = self._computed = 0.0
@@ -341,9 +341,9 @@ class DeviceClock(_Messages):
         """The lane whose operation runs; None: compute."""
         return None if self._at_work is None else self._at_work.name
 
-    def call(self) -> None:
-        """The host issues an operation."""
-        self.host += self.machine.host_seconds
+    def call(self, count: int = 1) -> None:
+        """The host issues operations."""
+        self.host += count * self.machine.host_seconds
 
     def compute(self, label: str, seconds: float) -> None:
         """An operation of ``seconds``."""
@@ -548,7 +548,7 @@ def messages_between_threads() -> Iterator[None]:
     with (
         mock.patch.object(host_message, "bytes_to", bytes_to),
         mock.patch.object(host_message, "start_all_reduce", send),
-        mock.patch.object(step_message, "bytes_to", bytes_to),
+        mock.patch.object(collectives, "bytes_to", bytes_to),
         mock.patch.object(collectives, "start_all_reduce", send),
         mock.patch.object(gather_rounds, "_NUM_MADE", _OneEngine()),
         mock.patch.object(GatherRounds, "_send", counted),

@@ -26,9 +26,9 @@ import json
 import random
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import harness
@@ -117,6 +117,7 @@ class Job:
         build: makes the model, whose attribute ``blocks`` is a list.
         make_batch: its inputs.
         policy: dtypes.
+        arguments: other arguments of ``fe.shard``.
     """
 
     sizes: tuple[int, ...]
@@ -124,6 +125,7 @@ class Job:
     build: Callable[[], nn.Module]
     make_batch: Callable[[], tuple[Tensor, Tensor]]
     policy: fe.MixedPrecisionPolicy | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Ranks:
@@ -133,13 +135,17 @@ class Ranks:
         job: theirs.
         latency: seconds of a host message.
         num_steps: of each way that draws, after those that warm up.
+        ways: kinds of steps.
     """
 
-    def __init__(self, job: Job, latency: float, num_steps: int) -> None:
+    def __init__(
+        self, job: Job, latency: float, num_steps: int, ways: Sequence[Way] = WAYS
+    ) -> None:
         self._job = job
+        self._ways = ways
         self._team = Team(job.sizes, job.machine, latency)
         self._steps = [
-            way for way in WAYS for _ in range(way.num_warmup + (num_steps if way.left_out else 1))
+            way for way in ways for _ in range(way.num_warmup + (num_steps if way.left_out else 1))
         ]
         self._clocks = [clock_of(self._team, rank) for rank in range(self._team.num_ranks)]
         self._found: dict[str, list[dict[str, float]]] = {}
@@ -160,7 +166,7 @@ class Ranks:
                 thread.join()
         if self._team.error is not None:
             raise self._team.error
-        warmups = {way.name: way.num_warmup for way in WAYS}
+        warmups = {way.name: way.num_warmup for way in self._ways}
         return {name: steps[warmups[name] :] for name, steps in self._found.items()}
 
     def _run_rank(self, clock: RankClock, mesh: DeviceMesh) -> None:
@@ -181,16 +187,21 @@ class Ranks:
             with SimulatedBackend(on_host, clock).used():  # type: ignore[arg-type]
                 model = build_fake_model(job.build)
                 engine = fe.shard(
-                    model, mesh, strategy=LEVEL, mp_policy=job.policy, initial_values="rank0"
+                    model,
+                    mesh,
+                    strategy=LEVEL,
+                    mp_policy=job.policy,
+                    initial_values="rank0",
+                    **job.arguments,
                 )
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             fe.shard_optimizer(optimizer)
-            assert isinstance(model.blocks, nn.ModuleList)
-            model.blocks = blocks = SomeBlocks(model.blocks, random.Random(clock.rank))
+            prepare = self.prepare(model, engine, clock.rank)
             batch = to_fake(job.make_batch(), fake)
             for way in self._steps:
                 clock.costs = StepCosts()
-                blocks.left_out, team.holds_back = way.left_out, way.holds_back
+                prepare(way)
+                team.holds_back = way.holds_back
                 around: AbstractContextManager[None] = nullcontext()
                 if way.together:
                     around = engine.together()
@@ -206,6 +217,15 @@ class Ranks:
                 optimizer.zero_grad()
                 clock.end_step()
                 team.barrier(lambda way=way: self._end_step(way))  # type: ignore[misc]
+
+    def prepare(self, model: Any, engine: fe.Engine, rank: int) -> Callable[[Way], None]:
+        """Prepare the model of a rank; returns a function that is called before each step."""
+        model.blocks = blocks = SomeBlocks(model.blocks, random.Random(rank))
+
+        def set_left_out(way: Way) -> None:
+            blocks.left_out = way.left_out
+
+        return set_left_out
 
     def _end_step(self, way: Way) -> None:
         """All ranks have issued a step."""
@@ -231,6 +251,9 @@ class _Nothing:
     has_places = False
 
     def made(self, tensors: Sequence[Tensor]) -> None:
+        """See ``MemoryTracker``."""
+
+    def sample(self, num_bytes: float) -> None:
         """See ``MemoryTracker``."""
 
     def place_of(self, tensor: Tensor) -> None:
@@ -269,12 +292,12 @@ def summary(found: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def show(title: str, ways: dict[str, Any]) -> None:
+def show(title: str, ways: dict[str, Any], ratio: str = "over all blocks") -> None:
     """Print a table."""
     columns = [
         "way",
         "step ms",
-        "over all blocks",
+        ratio,
         "exposed gathers ms",
         "reductions ms",
         "gathers",
@@ -283,7 +306,7 @@ def show(title: str, ways: dict[str, Any]) -> None:
         [
             way,
             f"{row['seconds']['median'] * 1e3:.1f}",
-            harness.show_ratio(row["over all blocks"]),
+            harness.show_ratio(row[ratio]),
             f"{row['exposed gathers']['median'] * 1e3:.1f}",
             f"{row['exposed reductions']['median'] * 1e3:.1f}",
             f"{row['gathers']['median']:.0f}",

@@ -90,7 +90,7 @@ EXTENSIONS: tuple[Extension, ...] = (
     ),
     Extension(
         "different_modules",
-        methods=("together", "ranks_can_differ"),
+        methods=("together", "ranks_can_differ", "will_use"),
         advice=[
             ("all-gather", "where they use different modules, run the step in engine.together()"),
             ("together()", "call engine.await_ranks() before collectives of your own within it"),

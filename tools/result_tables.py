@@ -813,6 +813,46 @@ def modules_left_out_clock() -> str:
     return f"{table(columns, rows)}\n\nSimulated (`modules_left_out_clock_100us.json`)."
 
 
+def expert_gathers() -> str:
+    found = results("expert_gathers")
+    ways = list(found["ranks"]["2"][0]["ways"])
+    rows = []
+    for ranks, cases in found["ranks"].items():
+        for case in cases:
+            each = [case["ways"][way] for way in ways]
+            rows.append(
+                [
+                    f"{ranks} ranks, {case['experts']} experts, {case['tokens']} tokens",
+                    " / ".join(f"{way['gathers']:.0f}" for way in each),
+                    " / ".join(f"{way['bytes'] / 1e6:.1f}" for way in each),
+                    " / ".join(f"{way['votes']:.0f}" for way in each[1:]),
+                    " / ".join(f"{way['peak'] / 1e6:.2f}" for way in each),
+                ]
+            )
+    columns = ["tokens of a rank", "gathers a step", "MB gathered", "messages", "MB full at once"]
+    return f"{table(columns, rows)}\n\nCounted (`expert_gathers.json`)."
+
+
+def expert_gathers_clock() -> str:
+    found = results("expert_gathers_clock")
+    rows = [
+        [
+            "{} ranks, {} experts, {} tokens".format(*case.split(",")),
+            way,
+            f"{row['seconds']['median'] * 1e3:.1f}",
+            spread(row["over one unit"]),
+            f"{row['exposed gathers']['median'] * 1e3:.1f}",
+            f"{row['gathers']['median']:.0f}",
+            f"{row['rounds']['median']:.0f}",
+        ]
+        for case, ways in found["cases"].items()
+        for way, row in ways.items()
+    ]
+    columns = ["H100s, tokens of a rank", "step", "ms"]
+    columns += ["over one unit", "exposed gathers ms", "gathers", "messages"]
+    return f"{table(columns, rows)}\n\nSimulated (`expert_gathers_clock.json`)."
+
+
 def modules_left_out_clock_cpu() -> str:
     found = results("modules_left_out_clock_cpu")
     rows = [
@@ -1888,6 +1928,8 @@ TABLES: tuple[Callable[[], str], ...] = (
     modules_left_out,
     node_losses,
     modules_left_out_clock,
+    expert_gathers,
+    expert_gathers_clock,
     modules_left_out_clock_cpu,
     replica_kills,
     replica_healing,

@@ -3,10 +3,10 @@
 [Note: Gather rounds]
 Sharded weights are gathered from all ranks, so ranks that use different units have to take part in
 each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a round each
-rank votes for the unit that it needs next, in a small message on a group of its own. Then all ranks
-gather the units that have votes, in module order; a rank that did not vote for a unit frees it. A
-rank without a vote takes part until no rank is *busy*. So ranks can use any units, in any order and
-any number of times.
+rank votes for the units that it needs next, in a small message on a group of its own. Then all
+ranks gather the units that have votes, in module order, or in its reverse while all ranks are in
+backward; a rank that did not vote for a unit frees it. A rank without a vote takes part until no
+rank is *busy*. So ranks can use any units, in any order and any number of times.
 
 A rank votes for a unit before it uses it. While it computes with one unit, the gather of the next
 unit of its own recorded order is in flight, and the vote for the unit after that has been sent.
@@ -21,8 +21,18 @@ are in forward and others in backward, because they use units in opposite orders
 
 On an accelerator compute waits for a gather before its memory can be freed, so a rank keeps the
 last two units that were gathered for other ranks, and can use them without another gather. Besides
-the units in use, a rank holds the full weights of at most three units for its own next uses, of two
-for other ranks, and, during a round, of one unit for each other rank that voted.
+the units in use, a rank holds the full weights of at most three units for its own next uses, and of
+three for other ranks.
+
+A mixture of experts uses other units in each forward, so its recorded order predicts nothing.
+``engine.will_use(experts)`` *names* the units that this rank uses next, once routing has chosen
+them. A rank votes for all of them in one message, up to ``max_elements`` at a time, and for the
+unit that follows them in the recorded order. In forward, a unit that was named before is not
+expected until it is named again: nothing is prefetched beyond the place in the recorded order at
+which units will be named. In backward the order is known, since it is the reverse of the forward.
+Units that one call has named are then gathered in one round as well, together with the unit that
+precedes them. A rank holds the full weights of ``max_elements`` elements of named units, or of
+twice as many, if it waits for reductions or uses units in another order.
 
 A reduction needs all ranks as well, and its staging buffer is freed when it is done. If a rank
 waited for a reduction that another rank has not submitted, it would not vote, and the other rank
@@ -51,10 +61,11 @@ orders; so each rank waits for each gather before it submits the next one.
 from __future__ import annotations
 
 import enum
+import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from torch.distributed import ProcessGroup
 
@@ -97,9 +108,23 @@ _LARGEST = 255  # largest value of a byte
 # Number of units gathered for other ranks that are kept. To free one at once, compute would have to
 # wait for its gather; and this rank may use one that it did not expect to use.
 _MOST_FOR_OTHERS = 2
-# Number of next uses in the recorded order in which the next two units to gather are searched.
+# Number of next uses in the recorded order in which the next units to gather are searched. Units
+# that one call of `will_use` has named count as one use.
 _NUM_EXPECTED = 8
 _MOST_NAMED = 8
+_IN_BACKWARD = b"\0\1"  # All ranks with votes are in backward.
+
+
+class _Hint(NamedTuple):
+    """One call of ``will_use``.
+
+    Attributes:
+        number: The number of the call.
+        max_elements: The number of elements of named units to gather at once.
+    """
+
+    number: int
+    max_elements: int
 
 
 class _Uses:
@@ -109,12 +134,16 @@ class _Uses:
         record: The order of uses that was recorded in rounds.
         units: Indices of the units used since the first forward after a backward.
         are_over: Whether a backward has followed these uses.
+        hints: For each unit that was named before its last forward, the call that named it.
+        num_hints: Number of calls that named units.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.record = engine.scheduler.make_record()
         self.units: set[int] = set()
         self.are_over = False
+        self.hints: dict[int, _Hint] = {}
+        self.num_hints = 0
 
 
 class GatherRounds(Schedule):
@@ -133,6 +162,11 @@ class GatherRounds(Schedule):
         self._message = HostMessage("together()", engine.ranks)
         self._scheduler, self._reductions = engine.scheduler, engine.reductions
         self._num_reductions = len(engine.reductions.order)
+        # The position of each unit in the expected order of backward, which all ranks share.
+        expected = engine.scheduler.make_record()
+        expected.begin_backward()
+        uses = expected.next_uses(sys.maxsize)
+        self._place_in_backward = {use.unit: place for place, use in enumerate(uses)}
         self._host_drives = not engine.lanes.compute.runs_ahead
         self._submitting_waits = engine.reductions.submitting_waits
         self._reads_files = self._host_drives and any(
@@ -149,8 +183,8 @@ class GatherRounds(Schedule):
         # Numbers of reductions submitted in the current backward.
         self._num_submitted = 0
         self._num_submitted_by_all = 0
-        # Unit of the pending vote. -1: a vote for no unit. None: no vote is pending.
-        self._vote: int | None = None
+        # Units of the pending vote. None: no vote is pending.
+        self._vote: Sequence[int] | None = None
         self._vote_is_stale = False  # The vote was sent before a reset.
         # Whether some ranks wait in a pass of nested backwards, and others for the outermost one.
         self._has_another_pass = False
@@ -159,6 +193,10 @@ class GatherRounds(Schedule):
         # Phase of the last use, and indices of the units expected next, in order of use.
         self._phase = FORWARD
         self._expected: list[int] = []
+        # Units that `will_use` has named and that are not used yet, in the order given.
+        self._named: list[int] = []
+        # Whether only named units were used since the last call of `will_use`.
+        self._uses_named = False
         # Units gathered for votes of this rank and not used yet.
         self._ahead: list[Unit] = []
         # Units gathered only for votes of other ranks, oldest first.
@@ -178,6 +216,8 @@ class GatherRounds(Schedule):
             self._free(unit)
         self._ahead.clear()
         self._for_others.clear()
+        self._named.clear()
+        self._uses_named = False
 
     def backward_begins(self) -> None:
         """Report unused units as ready, since other ranks may wait for their reductions."""
@@ -189,6 +229,7 @@ class GatherRounds(Schedule):
     def backward_ends(self) -> None:
         """See the base class."""
         self._uses.are_over = True
+        self._named.clear()
 
     def check_backward(self, call: Call, schedule: Schedule) -> None:
         """Check that a backward runs within the context if its forward did.
@@ -217,14 +258,14 @@ class GatherRounds(Schedule):
             return
         self._is_awaited = True
         self._phase = BACKWARD if phase & BACKWARD else FORWARD
-        if unit.index in self._expected:
-            del self._expected[: self._expected.index(unit.index) + 1]
+        self._note_use(unit.index)
         self._hand_over(unit)
         if self._vote is not None and not self._ahead:
             self._take_part()
         while unit.needs_gather(phase):
             if self._vote is None:
-                self._send(unit.index, vote=_Vote.NEEDED)
+                self._expected = self._next_uses()
+                self._send([unit.index], vote=_Vote.NEEDED)
             self._take_part()
         self._hand_over(unit)
         if phase & BACKWARD:
@@ -232,35 +273,132 @@ class GatherRounds(Schedule):
 
     def gather_ahead(self, window: Sequence[Use], compute_now: Ticket | None) -> None:
         """Vote for the units that are expected next."""
-        self._expect(self.record.next_uses(_NUM_EXPECTED if self._scheduler.prefetches else 0))
+        self._expect()
 
-    def _expect(self, uses: Iterable[Use]) -> None:
-        """Vote for the next units of this rank: one gather in flight, and a vote for another unit.
+    def leave_forward(self, unit: Unit, entered: Collection[int], *, reads_again: bool) -> None:
+        """See the base class. Uses of named units say nothing about the next use of another one,
+        since the next forward may not have them."""
+        hints = self._uses.hints
+        if hints and unit.index not in hints:
+            entered = {*entered, *hints}
+        super().leave_forward(unit, entered, reads_again=reads_again)
+
+    def will_use(self, units: Iterable[int], max_elements: int | None) -> None:
+        """Vote for the units that this rank uses next, and gather them.
 
         Args:
-            uses: The next uses of the recorded order. Empty: nothing is prefetched.
+            units: Indices of the units, in the order of their uses.
+            max_elements: The number of elements to gather at once. None: all.
 
         Raises:
             RuntimeError: As in :meth:`gather`.
         """
-        self._expected = wanted = list(dict.fromkeys(use.unit for use in uses))
+        self._named = named = [each for each in units if self._units[each].reshards]
+        if max_elements is None:
+            max_elements = sum(self._units[each].num_elements for each in named)
+        self._uses.num_hints += 1
+        self._uses.hints.update(dict.fromkeys(named, _Hint(self._uses.num_hints, max_elements)))
+        self._uses_named = True
+        self._is_awaited = True
+        if self._vote is not None:
+            self._take_part()
+        self._expect()
+
+    def _note_use(self, index: int) -> None:
+        """Remove a unit that is used now from the units that are named or expected."""
+        if index in self._named:
+            self._named.remove(index)
+        else:
+            if self._phase == FORWARD:
+                self._uses.hints.pop(index, None)
+                self._uses_named = False
+            if index in self._expected:
+                self._named.clear()  # they were named, but not used
+        if index in self._expected:
+            del self._expected[: self._expected.index(index) + 1]
+
+    def _next_uses(self) -> list[int]:
+        """Returns the units that are expected next: those that were named, then those of the
+        recorded order. None of them if nothing is prefetched."""
+        if not self._scheduler.prefetches:
+            return []
+        hints, found = self._uses.hints, dict.fromkeys(self._named)
+        follows_named, num_stretches, last = self._uses_named, 0, None
+        for use in self.record.next_uses(sys.maxsize):
+            hint = hints.get(use.unit)
+            if hint is not None and self._phase == FORWARD:
+                if follows_named:
+                    continue  # The last forward used it in place of those that are named now.
+                break
+            follows_named = False
+            num_stretches += hint is None or hint is not last
+            if num_stretches > _NUM_EXPECTED:
+                break
+            last = hint
+            found[use.unit] = None
+        return list(found)
+
+    def _at_once(self, wanted: Iterable[int]) -> list[int]:
+        """Returns the first units of ``wanted`` to vote for in one message: units that one call of
+        ``will_use`` has named, up to its limit, and at most one other unit."""
+        found: list[int] = []
+        hint: _Hint | None = None
+        num_elements, has_other = 0, False
+        for index in wanted:
+            named = self._uses.hints.get(index)
+            if named is None:
+                # In backward it is gathered with the named units that follow it, during the
+                # computation between these and those that precede it.
+                if has_other or (found and self._phase == BACKWARD):
+                    break
+                has_other = True
+            else:
+                num_elements += self._units[index].num_elements
+                if hint is not None and (named is not hint or num_elements > hint.max_elements):
+                    break
+                hint = named
+            found.append(index)
+        return found
+
+    def _expect(self) -> None:
+        """Vote for the next units of this rank: one gather in flight, and a vote for other units.
+        Units to vote for at once count as one.
+
+        Raises:
+            RuntimeError: As in :meth:`gather`.
+        """
+        self._expected = wanted = self._next_uses()
+        hints = self._uses.hints
         gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
-        # Include a unit gathered for another rank. At most two units, since orders can change.
-        coming = [each for each in wanted if each in gathered or self._needs_gather(each)][:2]
+        # Include units gathered for other ranks. At most two that were not named, since orders can
+        # change.
+        others = [each for each in wanted if each not in hints]
+        others = [each for each in others if each in gathered or self._needs_gather(each)]
+        coming = {*(each for each in wanted if each in hints), *others[:2]}
         for unit in self._ahead:
             if unit.index not in coming:
                 self._free(unit)
-        self._ahead = [gathered[each] for each in coming if each in gathered]
+        self._ahead = [unit for unit in self._ahead if unit.index in coming]
+        for unit in self._for_others:
+            if unit.index in coming and not self._has_enough([unit.index]):
+                self._ahead.append(unit)
         self._for_others = [unit for unit in self._for_others if unit not in self._ahead]
         while self._vote is None:
-            following = next(filter(self._needs_gather, wanted), None)
-            if following is None:
+            following = self._at_once(filter(self._needs_gather, wanted))
+            if not following or self._has_enough(following):
                 return
             self._send(following)
             if not self._ahead:
                 self._take_part()
-                if not self._ahead:  # The unit is held back.
+                if not self._ahead:  # The units are held back.
                     self._send(following)
+
+    def _has_enough(self, following: Sequence[int]) -> bool:
+        """Returns whether the named units that are gathered exceed the limit of ``following``."""
+        hints = self._uses.hints
+        limits = [hints[each].max_elements for each in following if each in hints]
+        num_elements = sum(unit.num_elements for unit in self._ahead if unit.index in hints)
+        return bool(limits) and num_elements > limits[0]
 
     def before_reduction(self, num_submitted: int, place: Place) -> None:
         """Wait until all ranks submit the reduction, if submitting waits for the previous one."""
@@ -336,6 +474,8 @@ class GatherRounds(Schedule):
         self._last_round.clear()
         self._ahead.clear()
         self._for_others.clear()
+        self._named.clear()
+        self._uses_named = False
         self._num_submitted = self._num_submitted_by_all = 0
         self._vote_is_stale = self._vote is not None
 
@@ -351,24 +491,21 @@ class GatherRounds(Schedule):
 
     def _send(
         self,
-        unit: int = -1,
+        units: Sequence[int] = (),
         *,
         vote: _Vote = _Vote.AHEAD,
         status: _Status = _Status.BUSY,
         place: Place | None = None,
     ) -> None:
-        """Send a vote for a unit; -1: for no unit. ``place``: where this rank waits."""
+        """Send a vote for ``units``. ``place``: where this rank waits."""
         num_units = len(self._units)
         content = bytearray(2 * num_units)
         phases = [False, False]
         if status is _Status.BUSY:
-            later = self._expected
-            if unit >= 0:
-                content[unit] = vote
-                if unit in later:
-                    later = later[later.index(unit) + 1 :]
-            for each in filter(self._needs_gather, later):
+            for each in filter(self._needs_gather, self._expected):
                 content[num_units + each] = 1
+            for each in units:
+                content[each], content[num_units + each] = vote, 0
             phases[self._phase == BACKWARD] = True
         content += bytes(phases)
         content += bytes(self._num_submitted)
@@ -377,7 +514,7 @@ class GatherRounds(Schedule):
         content.append(status)
         content += self._identity
         self._message.start(content)
-        self._vote = unit
+        self._vote = units
 
     def _take_part(self, place: Place | None = None) -> _Status:
         """Gather the units with votes; returns the maximum status. ``place``: the one sent."""
@@ -410,10 +547,15 @@ class GatherRounds(Schedule):
             self._raise_places(place)
         num_units = len(self._units)
         at = 2 * num_units
-        for index in to_gather(votes[:num_units], votes[num_units:at], votes[at : at + 2]):
-            self._gather(self._units[index], is_own=index == self._vote)
-        while len(self._for_others) > _MOST_FOR_OTHERS:
-            self._free(self._for_others.pop(0))
+        own, phases = self._vote or (), votes[at : at + 2]
+        indices = to_gather(votes[:num_units], votes[num_units:at], phases)
+        if phases == _IN_BACKWARD:
+            # Backward reads no weights of an embedding, unless a checkpoint repeats its forward.
+            indices.sort(key=lambda index: self._place_in_backward.get(index, num_units))
+        for index in indices:
+            self._gather(self._units[index], is_own=index in own)
+            while len(self._for_others) > _MOST_FOR_OTHERS:
+                self._free(self._for_others.pop(0))
         at += 2
         missing = votes.find(1, at)
         if self._vote_is_stale:
@@ -546,7 +688,7 @@ def to_gather(votes: bytes, expected: bytes, phases: bytes) -> list[int]:
 
     Args:
         votes: Maximum vote of all ranks for each unit.
-        expected: For each unit, whether a rank will use it after the unit that it votes for.
+        expected: For each unit, whether a rank will use it after the units that it votes for.
         phases: Whether any rank is in forward, and whether any is in backward.
     """
     voted = [index for index, vote in enumerate(votes) if vote]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,13 @@ Route = Sequence[tuple[int, str]]
 
 
 class Maze(nn.Module):
-    """Goes through its blocks as each batch says; one block is frozen."""
+    """Goes through its blocks as each batch says; one block is frozen.
+
+    Attributes:
+        before_block: Called before each block of a route. None: nothing is called.
+    """
+
+    before_block: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +47,8 @@ class Maze(nn.Module):
         x = self.embed(x)
         for number, way in route:
             block = self.blocks[number]
+            if self.before_block is not None:
+                self.before_block()
             if way == "checkpointed":
                 x = checkpoint(block, x, use_reentrant=False)
             elif way == "re-entrant":
@@ -118,6 +126,7 @@ def draw_case(draw: random.Random, num_ranks: int) -> Case:
         "budget": draw.choice([None, None, 0, 1, 10**6]),
         "context": draw.choice(["each microbatch", "forward and backward", "all of training"]),
         "reads_early": draw.random() < 0.3,
+        "names": draw.random() < 0.5,
     }
     return Case(routes, evaluations, options)
 
@@ -169,6 +178,8 @@ def check(
     if options["keeps"]:
         for unit in engine.units[2::3]:
             unit.options.keeps_after_forward = unit.options.keeps_after_backward = True
+    if options["names"]:
+        model.before_block = name_blocks(engine, random.Random(rank))
     optimizer = reference.sgd(model.parameters())
     fe.shard_optimizer(optimizer)
     for_all = options["context"] == "all of training"
@@ -206,3 +217,14 @@ def check(
 def assert_same_results(model: nn.Module, alone: nn.Module, seed: int, *route: Route) -> None:
     found, expected = (each(inputs(seed, each), *route) for each in (model, alone))
     torch.testing.assert_close(found, expected, check_device=False)
+
+
+def name_blocks(engine: fe.Engine, draw: random.Random) -> Callable[[], None]:
+    """Returns a function that sometimes names blocks, most of which this rank does not use next."""
+
+    def name() -> None:
+        if draw.random() < 0.4:
+            blocks = draw.sample(list(engine.model.blocks), draw.randrange(NUM_BLOCKS))
+            engine.will_use(blocks, max_elements=draw.choice([None, 1, 100]))
+
+    return name
