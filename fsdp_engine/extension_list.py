@@ -139,7 +139,12 @@ EXTENSIONS: tuple[Extension, ...] = (
         classes=[("StepPlacement", "offloaded_steps.OffloadedSteps")],
         words=("offload=",),
     ),
-    Extension("outer_optimizer", names=("OuterOptimizer",)),
+    Extension(
+        "outer_optimizer",
+        names=("OuterOptimizer",),
+        files=("integrations/torchft_outer.py",),
+        words=("torchft_outer",),
+    ),
     Extension(
         "pipelines",
         names=("LateGradients",),

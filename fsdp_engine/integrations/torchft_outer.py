@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.engine import Engine
-from fsdp_engine.extension_list import find_module
+from fsdp_engine.extensions.outer_optimizer.fragment import Fragment
 from fsdp_engine.integrations.managed_replica import ManagedReplica
 from fsdp_engine.memory import allocator
 
@@ -85,7 +85,6 @@ class ElasticOuterReplicas(ManagedReplica):
         timeout: float = 60.0,
         period_timeout: float = 3600.0,
     ) -> None:
-        kind = find_module("outer_optimizer.fragment", "ElasticOuterReplicas").Fragment
         engine.missing_values.check()
         self._every = every
         # Whether the quorum of the next period is formed already.
@@ -94,7 +93,7 @@ class ElasticOuterReplicas(ManagedReplica):
         self._repeats = False
         self._has_joined_exchange = False
         buffers = [buffer for unit in engine.units for buffer in unit.trainable]
-        self._outer = kind(0, buffers, outer_optimizer, engine.memory, on_host=on_host)
+        self._outer = Fragment(0, buffers, outer_optimizer, engine.memory, on_host=on_host)
         self._outer.take_main()
         super().__init__(
             engine,
@@ -164,8 +163,7 @@ class ElasticOuterReplicas(ManagedReplica):
     def weights(self) -> dict[str, Tensor]:
         """Returns the outer weights as sharded tensors by parameter name. They share memory with
         this object."""
-        found: dict[str, Tensor] = self._outer.weights()
-        return found
+        return self._outer.weights()
 
     def _weights(self) -> Any:
         """See the base class. Parameters that are not trained are sent, too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,12 @@ from torch import nn
 
 import fsdp_engine as fe
 from tests import reference
-from tests.extensions.outer_optimizer.simulation import Simulation, Weights, batch_of, make_model
+from tests.extensions.outer_optimizer.replica import Replica, simulated
+from tests.extensions.outer_optimizer.simulation import batch_of, make_model
 from tests.pool import Ranks, on_ranks
 from tests.reference import full_weights
 from tests.training import mesh_of
 
-LEVELS = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 STEPS = 10
 # By name: arguments of the extension, which `simulated` translates for the simulation.
 WAYS: dict[str, dict[str, Any]] = {
@@ -36,65 +36,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "optimizer": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0),
     },
 }
-
-
-def simulated(shape: tuple[int, int], way: dict[str, Any], **others: Any) -> Simulation:
-    arguments = {**way}
-    fragments = arguments.pop("fragments", 1)
-    outer = {"outer": arguments.pop("optimizer")} if "optimizer" in arguments else {}
-    return Simulation(
-        num_replicas=shape[0],
-        num_inner=shape[1],
-        num_fragments=4 if fragments == "units" else fragments,
-        **arguments,
-        **outer,
-        **others,
-    )
-
-
-class Replica:
-    """A sharded model of this rank's replica, and its optimizers."""
-
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        way: dict[str, Any],
-        strategy: str = "optim_grads_params",
-        make_inner: Callable[[Any], torch.optim.Optimizer] = reference.adamw,
-        wrap: Callable[[Any], Any] = reference.nothing,
-        **arguments: Any,
-    ) -> None:
-        self.model = make_model()
-        self.outer = fe.OuterOptimizer(**way)
-        extensions = [self.outer, *arguments.pop("extensions", ())]
-        self.engine = fe.shard(
-            self.model, mesh_of(*shape), strategy, extensions=extensions, **arguments
-        )
-        self.optimizer = make_inner(self.model.parameters())
-        wrap(self.optimizer)
-        self.place = divmod(dist.get_rank(), shape[1])
-        self.count = 0
-
-    def train(self, steps: int) -> None:
-        for _ in range(steps):
-            self.model(*batch_of(self.count, *self.place)).backward()
-            self.engine.clip_grad_norm_(0.5)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.outer.step(self.engine)
-            self.count += 1
-
-    def check(self, expected: list[Weights], tolerance: float = 2e-5) -> None:
-        """Compare this replica's weights."""
-        found = {name: each.float() for name, each in full_weights(self.model).items()}
-        for name, value in expected[self.place[0]].items():
-            torch.testing.assert_close(
-                found[name],
-                value,
-                rtol=tolerance,
-                atol=tolerance,
-                msg=lambda m, n=name: f"{n}: {m}",
-            )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -268,23 +209,6 @@ def start_with_three(folder: str, way: dict[str, Any]) -> None:
         values = [torch.empty_like(value) for _ in range(3)]
         dist.all_gather(values, value)
         assert all(torch.equal(values[0], each) for each in values)
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-@on_ranks(4)
-def test_exchanges_in_few_bits_give_all_replicas_the_same_weights(bits: int) -> None:
-    run = Replica((4, 1), {"every": 2, "bits": bits})
-    run.train(4)
-    plain = simulated((4, 1), {"every": 2}).run(4)[0]
-    error, moved = 0.0, 0.0
-    start = dict(make_model().named_parameters())
-    for name, value in full_weights(run.model).items():
-        values = [torch.empty_like(value) for _ in range(4)]
-        dist.all_gather(values, value)
-        assert all(torch.equal(values[0], each) for each in values), name
-        error += float((value - plain[name]).square().sum())
-        moved += float((plain[name] - start[name].detach()).square().sum())
-    assert 0 < error**0.5 < moved**0.5 * (0.02 if bits == 8 else 0.3)
 
 
 @on_ranks(1)
