@@ -104,6 +104,7 @@ class Engine:
         self.policy = policy
         self._timing = timing
         self.model_part = ""
+        self._standing_in = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -181,6 +182,35 @@ class Engine:
         from fsdp_engine.runtime.missing_values import MissingValues
 
         return MissingValues(self.model)
+
+    @contextmanager
+    def standing_in(self, weights: str) -> Iterator[None]:
+        """Context within which other weights stand in for the trained ones, which
+        :meth:`check_trained_weights` then refuses. For extensions.
+
+        Args:
+            weights: A description of these weights, for messages.
+        """
+        before, self._standing_in = self._standing_in, weights
+        try:
+            yield
+        finally:
+            self._standing_in = before
+
+    def check_trained_weights(self, what: str) -> None:
+        """Check that no other weights stand in for the trained ones.
+
+        Args:
+            what: Name of the operation in the message.
+
+        Raises:
+            RuntimeError: Other weights stand in.
+        """
+        if self._standing_in:
+            raise RuntimeError(
+                f"{what}: expected the trained weights in the model; found {self._standing_in}. "
+                "Leave the context first"
+            )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

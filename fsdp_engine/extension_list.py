@@ -142,6 +142,12 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension(
         "outer_optimizer",
         names=("OuterOptimizer",),
+        advice=[
+            (
+                "exchange of fragment",
+                "all replicas call OuterOptimizer.step, and save, equally often",
+            )
+        ],
         files=("integrations/torchft_outer.py",),
         words=("torchft_outer",),
     ),

@@ -89,6 +89,27 @@ def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:
         buffer.weights.main.tensor.copy_(main.narrow(buffer.spec.optim_depth))
 
 
+@torch.no_grad()
+def set_main(buffer: ParamAndGradBuffer, values: Tensor) -> None:
+    """Set this rank's main weights. Not collective.
+
+    Args:
+        buffer: The buffer.
+        values: 1-D, of as many elements as this rank's shard.
+    """
+    weights = buffer.weights
+    main = present_main(buffer)
+    if weights.main_shard.before_change is not None:
+        weights.main_shard.before_change()
+    main.tensor.copy_(values)
+    write_main(buffer, main)
+    if buffer.is_plain:
+        # Autograd raises if a pending backward needs the old values.
+        torch.autograd.graph.increment_version([local_part(p) for p in buffer.sharded_params])
+    weights.mark_stale()
+    weights.main_shard.changed_on_host()
+
+
 def gather_state(
     buffer: ParamAndGradBuffer, what: str, state: Sequence[Tensor | None]
 ) -> list[Tensor]:

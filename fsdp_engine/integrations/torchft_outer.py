@@ -184,4 +184,4 @@ class ElasticOuterReplicas(ManagedReplica):
 
     def _arguments(self) -> dict[str, Any]:
         """See the base class."""
-        return {"every": self._every, "outer optimizer": type(self._outer.optimizer).__name__}
+        return {"every": self._every, "outer optimizer": self._outer.hyperparameters}

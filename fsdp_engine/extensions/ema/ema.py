@@ -6,6 +6,7 @@ an update is one or two operations per flat buffer, whatever the number of param
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fsdp_engine.buffers.full_values import set_main
 from fsdp_engine.buffers.main_views import main_views, part_like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.published_gradients import local_part
@@ -108,6 +110,7 @@ class EMA:
         self._buffers: dict[str, Tensor] = {}
         if average_buffers:
             self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers().items()}
+        _EMAS[next(_NUMBERS)] = self
         add_step_check(_refuse_averages)
 
     @torch.no_grad()
@@ -117,7 +120,7 @@ class EMA:
         Raises:
             RuntimeError: ``update`` is called within ``swapped``.
         """
-        self._check_not_swapped("EMA.update()")
+        self._engine.check_trained_weights("EMA.update()")
         self._num_calls += 1
         if self._num_calls % self.every:
             return
@@ -143,7 +146,7 @@ class EMA:
             RuntimeError: A forward or a backward is running, or the context is entered twice.
                 Within the context: an optimizer steps, or ``update`` is called.
         """
-        self._check_not_swapped("EMA.swapped()")
+        self._engine.check_trained_weights("EMA.swapped()")
         engine = self._engine
         if not engine.scheduler.is_at_rest:
             raise RuntimeError(
@@ -158,8 +161,7 @@ class EMA:
                 stack.enter_context(average.in_model())
             for name, buffer in self._buffers.items():
                 stack.enter_context(_replaced(current[name], buffer))
-            _SWAPPED.append(self)
-            stack.callback(_SWAPPED.remove, self)
+            stack.enter_context(engine.standing_in("averages, within EMA.swapped()"))
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class EMA:
         Raises:
             RuntimeError: ``state_dict`` is called within ``swapped``.
         """
-        self._check_not_swapped("EMA.state_dict()")
+        self._engine.check_trained_weights("EMA.state_dict()")
         shadow = {
             name: each for average in self._averages for name, each in average.by_name.items()
         }
@@ -211,17 +213,15 @@ class EMA:
         self._num_calls = int(state_dict["num_calls"])
         self.num_updates = int(state_dict["num_updates"])
 
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Check that the averages are not in the model, if ``optimizer`` is about to step it."""
+        if self._engine.is_stepped_by(optimizer):
+            self._engine.check_trained_weights("optimizer.step()")
+
     def _decay_now(self) -> float:
         if not self.warmup:
             return self.decay
         return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))
-
-    def _check_not_swapped(self, what: str) -> None:
-        if self in _SWAPPED:
-            raise RuntimeError(
-                f"{what}: expected the trained weights in the model; found averages, "
-                "within EMA.swapped(). Leave the context first"
-            )
 
     def _model_buffers(self) -> dict[str, Tensor]:
         """Returns the floating-point buffers of the model by name."""
@@ -232,15 +232,13 @@ class EMA:
         }
 
 
-# The EMAs whose averages are currently in their models.
-_SWAPPED: list[EMA] = []
+_EMAS: weakref.WeakValueDictionary[int, EMA] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
 
 
 def _refuse_averages(optimizer: Optimizer) -> None:
-    """Raise if a model that ``optimizer`` is about to step currently holds averages."""
-    for each in _SWAPPED:
-        if each._engine.is_stepped_by(optimizer):
-            each._check_not_swapped("optimizer.step()")
+    for each in list(_EMAS.values()):
+        each.check_step(optimizer)
 
 
 @contextmanager
@@ -294,7 +292,7 @@ class _Average:
         """Context within which the main weights hold the averages."""
         main, average = self._buffer.weights.main.tensor, self._flat
         trained = main.clone()
-        self._write(average)
+        set_main(self._buffer, average)
         if trained.dtype == average.dtype:
             # Store the trained weights in the memory of the averages until the context ends.
             average.copy_(trained)
@@ -303,15 +301,6 @@ class _Average:
             yield
         finally:
             averages = self._buffer.weights.main.tensor.clone() if trained is average else None
-            self._write(trained)
+            set_main(self._buffer, trained)
             if averages is not None:
                 average.copy_(averages)
-
-    @torch.no_grad()
-    def _write(self, values: Tensor) -> None:
-        weights = self._buffer.weights
-        if weights.main_shard.before_change is not None:
-            weights.main_shard.before_change()
-        weights.main.tensor.copy_(values)
-        weights.mark_stale()
-        weights.main_shard.changed_on_host()

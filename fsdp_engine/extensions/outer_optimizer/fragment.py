@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_engine.buffers.full_values import present_main, write_main
+from fsdp_engine.buffers.full_values import present_main, set_main
 from fsdp_engine.buffers.main_views import main_views, part_like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.published_gradients import local_part
@@ -23,6 +23,7 @@ from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import HOST, Memory
 
+_CHECKED = 2**20  # words of a checksum at once
 # The role under which `Engine.memory_bytes` reports outer weights.
 _ROLE = "outer weights"
 
@@ -92,11 +93,29 @@ class Fragment:
 
     @property
     def checksum(self) -> int:
-        """The sum of the bits of the outer weights, as integers. It does not depend on an order of
-        summation."""
-        flat = self._outer.detach().view(torch.uint8)
-        words = flat.view(torch.int32)
-        return int(words.sum(dtype=torch.int64))
+        """A number that depends on the bits and the places of all outer weights."""
+        words = self._outer.detach().view(torch.uint8).view(torch.int32)
+        total = 0
+        for part in words.split(_CHECKED):
+            # Integers, so that it does not depend on an order of summation. In the sum of running
+            # sums each word has a weight of its own.
+            total = (31 * total + int(part.long().cumsum(0).sum())) % 2**63
+        return total
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The hyperparameters of the outer optimizer, by name."""
+        (group,) = self.optimizer.param_groups
+        return {
+            key: value.item() if isinstance(value, Tensor) else value
+            for key, value in group.items()
+            if key != "params"
+        }
+
+    @property
+    def hyperparameters(self) -> str:
+        """The class and the hyperparameters of the outer optimizer, to compare."""
+        return f"{type(self.optimizer).__name__} with {self.group}"
 
     @torch.no_grad()
     def take_main(self) -> None:
@@ -115,14 +134,19 @@ class Fragment:
 
     @torch.no_grad()
     def step(self, movement: Tensor, alpha: float) -> None:
-        """Step the outer optimizer, and move main weights to the outer weights.
+        """Step the outer optimizer, and move main weights to the outer weights. Parameters that
+        were frozen since ``shard()`` keep their outer weights, and the optimizer's state of them.
 
         Args:
             movement: The mean of :meth:`movement` over replicas.
             alpha: The share of this replica's own main weights in the new ones.
         """
         self._outer.grad = movement.to(self._outer.device)
+        flats = [self._outer.detach(), *self._elementwise_state()]
+        kept = [(part, part.clone()) for flat in flats for part in self._frozen_parts(flat)]
         self.optimizer.step()
+        for part, values in kept:
+            part.copy_(values)
         self._outer.grad = None
         self.write_main(alpha)
 
@@ -134,7 +158,7 @@ class Fragment:
             if alpha:
                 main = present_main(buffer).tensor
                 values = torch.lerp(outer.to(main.device), main.to(outer.dtype), alpha)
-            _write(buffer, values)
+            set_main(buffer, values)
 
     @contextmanager
     def in_model(self) -> Iterator[None]:
@@ -145,7 +169,7 @@ class Fragment:
             yield
         finally:
             for buffer, values in zip(self._buffers, kept, strict=True):
-                _write(buffer, values)
+                set_main(buffer, values)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the outer weights as sharded tensors by parameter name. They share memory with
@@ -174,14 +198,16 @@ class Fragment:
         self,
         weights: dict[str, Any],
         state: dict[str, dict[str, Any]],
+        group: dict[str, Any],
         pending: dict[str, Any],
         due: int | None,
     ) -> None:
-        """Replace outer weights, the outer optimizer's state, and the pending exchange.
+        """Replace outer weights, the outer optimizer's state and hyperparameters, and the pending
+        exchange.
 
         Args:
-            weights, state, pending: As :meth:`weights`, :meth:`state` and :meth:`pending` return
-                them, possibly with further names; full plain tensors are allowed.
+            weights, state, group, pending: As :meth:`weights`, :meth:`state`, :attr:`group` and
+                :meth:`pending` return them, possibly with further names, or full plain tensors.
             due: When the outer step of the pending exchange is to be taken. None: there is none.
         """
         self._copy(weights, self._outer.detach())
@@ -194,7 +220,7 @@ class Fragment:
                 self._copy(values, own[key])
             else:
                 own[key] = torch.tensor(float(first)) if isinstance(first, int | float) else first
-        groups = self.optimizer.state_dict()["param_groups"]
+        groups = [{**group, "params": [0]}]
         self.optimizer.load_state_dict({"state": {0: own} if own else {}, "param_groups": groups})
         self.exchange = None
         if due is not None:
@@ -225,19 +251,24 @@ class Fragment:
             found |= main_views(buffer, part)
         return found
 
+    def _elementwise_state(self) -> list[Tensor]:
+        state = self.optimizer.state.get(self._outer, {}).values()
+        return [
+            value
+            for value in state
+            if isinstance(value, Tensor) and value.shape == self._outer.shape
+        ]
+
+    def _frozen_parts(self, flat: Tensor) -> Iterator[Tensor]:
+        """Yields this rank's parts of ``flat`` of parameters that were frozen since ``shard()``."""
+        for buffer, part in self._parts(flat):
+            if all(param.requires_grad for param in buffer.sharded_params):
+                continue
+            views = main_views(buffer, part).values()
+            for param, view in zip(buffer.sharded_params, views, strict=True):
+                if not param.requires_grad:
+                    yield local_part(view)
+
     def _parts(self, flat: Tensor) -> Iterator[tuple[ParamAndGradBuffer, Tensor]]:
         """Yields each buffer with its range of ``flat``."""
         return zip(self._buffers, flat.split(self._sizes), strict=True)
-
-
-@torch.no_grad()
-def _write(buffer: ParamAndGradBuffer, values: Tensor) -> None:
-    """Set this rank's main weights."""
-    weights = buffer.weights
-    main = present_main(buffer)
-    if weights.main_shard.before_change is not None:
-        weights.main_shard.before_change()
-    main.tensor.copy_(values)
-    write_main(buffer, main)
-    weights.mark_stale()
-    weights.main_shard.changed_on_host()

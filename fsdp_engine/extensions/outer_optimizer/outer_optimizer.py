@@ -113,7 +113,7 @@ class OuterOptimizer(EngineExtension):
                 "optimizer: expected a function that makes an optimizer from a list of parameters, "
                 f"such as partial(torch.optim.SGD, lr=0.7); found {self.optimizer!r}"
             )
-        if isinstance(self.bits, bool) or self.bits not in (None, 8, 4):
+        if self.bits is not None and (type(self.bits) is not int or self.bits not in (8, 4)):
             raise ValueError(f"bits: expected 8, 4 or None; found {self.bits!r}")
         is_number = isinstance(self.fragments, int) and not isinstance(self.fragments, bool)
         if self.fragments != UNITS and not (is_number and self.fragments >= 1):  # type: ignore[operator]
@@ -123,6 +123,8 @@ class OuterOptimizer(EngineExtension):
         is_number = isinstance(self.alpha, int | float) and not isinstance(self.alpha, bool)
         if not is_number or not 0 <= self.alpha <= 1:
             raise ValueError(f"alpha: expected a number in [0, 1]; found {self.alpha!r}")
+        if not isinstance(self.on_host, bool):
+            raise TypeError(f"on_host: expected a bool; found {self.on_host!r}")
 
     def signature(self) -> str:
         """Returns the arguments as text. A function is described by its name and arguments, since
@@ -149,7 +151,8 @@ class OuterOptimizer(EngineExtension):
         Raises:
             TypeError, ValueError: See the class.
         """
-        made = self.optimizer([nn.Parameter(allocator.zeros(1, torch.float32, "cpu"))])
+        trial = nn.Parameter(allocator.zeros(1, torch.float32, "cpu"))
+        made = self.optimizer([trial])
         if not isinstance(made, Optimizer):
             raise TypeError(
                 "optimizer: expected a function that makes a torch.optim.Optimizer; it made a "
@@ -159,6 +162,12 @@ class OuterOptimizer(EngineExtension):
             raise ValueError(
                 "optimizer: expected an elementwise one, such as torch.optim.SGD or AdamW, since "
                 f"outer weights are flat shards; found {type(made).__name__}"
+            )
+        given = [each for group in made.param_groups for each in group["params"]]
+        if len(given) != 1 or given[0] is not trial or len(made.param_groups) != 1:
+            raise ValueError(
+                "optimizer: expected one over the parameters that the function was given, in one "
+                f"group; found one over {len(given)} parameters in {len(made.param_groups)} groups"
             )
         if self.bits is not None:
             find_module("quantized_reduction", "bits")
@@ -200,7 +209,9 @@ class OuterOptimizer(EngineExtension):
         whole, settings = setup.data.part_of, setup.settings
         assert whole is not None
         signatures = [each.signature() for each in settings.extensions]
-        values = (settings.policy, settings.options, signatures, setup.plan.signature())
+        made = self.optimizer([nn.Parameter(allocator.zeros(1, torch.float32, "cpu"))])
+        numbers = [{**each, "params": ()} for each in made.param_groups]
+        values = (settings.policy, settings.options, signatures, numbers, setup.plan.signature())
         own = hashlib.sha256(repr(values).encode()).hexdigest()
         digests = agree("shard()", None, whole.control_group, own)
         for rank, digest in enumerate(digests):
@@ -212,7 +223,21 @@ class OuterOptimizer(EngineExtension):
                 )
 
     def start(self, engine: Engine) -> None:
-        """Make the fragments, and observe the engine's steps."""
+        """Make the fragments, and observe the engine's steps.
+
+        Raises:
+            Exception: A rank has no memory for outer weights, for example. Raised on all ranks.
+        """
+        error: Exception | None = None
+        try:
+            self._start(engine)
+        except Exception as caught:  # of the user's function, or of an allocation
+            error = caught
+        whole = engine.mesh.part_of
+        assert whole is not None
+        agree("shard()", error, whole.control_group)
+
+    def _start(self, engine: Engine) -> None:
         groups = fragments_of([unit.trainable for unit in engine.units], self.fragments)
         fragments = [
             Fragment(number, group, self.optimizer, engine.memory, on_host=self.on_host)
@@ -221,6 +246,7 @@ class OuterOptimizer(EngineExtension):
         OuterTraining(
             engine,
             fragments,
+            self,
             every=self.every,
             delay=self.delay,
             bits=self.bits,
@@ -240,7 +266,7 @@ class OuterOptimizer(EngineExtension):
                 replica did not take part in an exchange in time.
             ValueError: The engine does not have this extension.
         """
-        _training_of(engine).step()
+        _training_of(self, engine).step()
 
     def synchronize(self, engine: Engine) -> None:
         """Exchange all weights now, so that all replicas have the outer weights as their own: at
@@ -255,7 +281,7 @@ class OuterOptimizer(EngineExtension):
         Raises:
             RuntimeError, ValueError: See :meth:`step`.
         """
-        _training_of(engine).synchronize()
+        _training_of(self, engine).synchronize()
 
     @contextmanager
     def swapped(self, engine: Engine) -> Iterator[None]:
@@ -271,7 +297,7 @@ class OuterOptimizer(EngineExtension):
                 context: a backward or a step of an optimizer begins.
             ValueError: The engine does not have this extension.
         """
-        with _training_of(engine).swapped():
+        with _training_of(self, engine).swapped():
             yield
 
     def restart(self, engine: Engine) -> None:
@@ -286,7 +312,7 @@ class OuterOptimizer(EngineExtension):
             RuntimeError: There are no outer weights, or a forward or backward is running.
             ValueError: Replicas have loaded different outer weights. Or see :meth:`step`.
         """
-        _training_of(engine).restart()
+        _training_of(self, engine).restart()
 
     def state(self, engine: Engine) -> OuterTraining:
         """Returns an object with ``state_dict`` and ``load_state_dict``, for ``extra`` of a
@@ -301,7 +327,7 @@ class OuterOptimizer(EngineExtension):
         Args:
             engine: An engine with this extension.
         """
-        return _training_of(engine)
+        return _training_of(self, engine)
 
     def optimizers(self, engine: Engine) -> list[Optimizer]:
         """Returns the outer optimizer of each fragment, for example for a scheduler.
@@ -309,7 +335,7 @@ class OuterOptimizer(EngineExtension):
         Args:
             engine: An engine with this extension.
         """
-        return [each.optimizer for each in _training_of(engine).fragments]
+        return [each.optimizer for each in _training_of(self, engine).fragments]
 
     def replica(self, engine: Engine) -> int:
         """Returns the index of this replica.
@@ -317,12 +343,12 @@ class OuterOptimizer(EngineExtension):
         Args:
             engine: An engine with this extension.
         """
-        return _training_of(engine).replica
+        return _training_of(self, engine).replica
 
 
-def _training_of(engine: Engine) -> OuterTraining:
+def _training_of(owner: OuterOptimizer, engine: Engine) -> OuterTraining:
     for each in engine.reductions.observers:
-        if isinstance(each, OuterTraining):
+        if isinstance(each, OuterTraining) and each.owner == owner:
             return each
     raise ValueError(
         "engine: expected the result of fe.shard with this OuterOptimizer in extensions; found "

@@ -10,25 +10,26 @@ the exchange runs beside ``delay`` inner steps.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
-from torch import Tensor
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from fsdp_engine.comm.collectives import Communicator, gather_objects
 from fsdp_engine.engine import Engine
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.extensions.outer_optimizer.fragment import Exchange, Fragment
+from fsdp_engine.extensions.outer_optimizer.saved_state import check_state, pack, unpack
 from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 
 _STEP = "OuterOptimizer.step()"
 _BLOCK = 256  # elements with a common scale
-_KEYS = ("count", "replicas", "weights", "optimizer", "pending", "due")
 
 
 class OuterTraining(GradientObserver):
@@ -37,10 +38,12 @@ class OuterTraining(GradientObserver):
     Args:
         engine: The engine, over the ranks of one replica.
         fragments: The fragments of the model.
+        owner: The extension whose object this is.
         every, delay, bits, alpha: The arguments of :class:`.OuterOptimizer`.
 
     Attributes:
         fragments: The fragments.
+        owner: See above.
         count: Number of inner steps so far.
         replica: The index of this replica.
         num_replicas: Number of replicas.
@@ -52,6 +55,7 @@ class OuterTraining(GradientObserver):
         self,
         engine: Engine,
         fragments: Sequence[Fragment],
+        owner: object,
         *,
         every: int,
         delay: int,
@@ -60,6 +64,7 @@ class OuterTraining(GradientObserver):
     ) -> None:
         whole = engine.mesh.part_of
         assert whole is not None
+        self.owner = owner
         self._engine = engine
         self._every, self._delay, self._alpha = every, delay, alpha
         self._whole = whole
@@ -67,43 +72,42 @@ class OuterTraining(GradientObserver):
         self._comm = _make_communicator(whole, bits)
         self.count = 0
         self.fragments = list(fragments)
-        self._is_swapped = False
         self._has_values = False  # whether outer weights have values
-        self._is_compared = False  # whether replicas have compared outer weights
+        self._is_compared = False  # whether replicas have compared them since the last load
+        self._has_stepped = False  # whether an optimizer has stepped since construction
         self._loaded_replicas = self.num_replicas  # of the state that was loaded last
-        # Optimizers that have stepped since the last call of `step`.
+        # Whether a backward has begun since the last call of `step`, and the optimizers that have
+        # stepped since that backward.
+        self._has_gradients = False
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         engine.reductions.observers.append(self)
         add_step_listener(self)
 
     def begin_backward(self) -> None:
-        """Take the weights of the first backward as outer weights, and compare them between
-        replicas.
+        """Take the weights of the first step as outer weights, and compare outer weights between
+        replicas in each of its backwards. (Weights may be loaded between them.)
 
         Raises:
             RuntimeError: The state of another number of replicas was loaded, and this replica still
-                has its own weights. Or the model has outer weights within :meth:`swapped`.
+                has its own weights. Or other weights stand in for the model's.
             ValueError: Replicas have different weights. Raised on all ranks.
         """
-        if self._is_swapped:
-            self._raise_swapped("backward")
-        if self._is_compared:
+        self._engine.check_trained_weights("backward")
+        self._has_gradients = True
+        is_first = self.count == 0 and not self._has_stepped
+        if self._is_compared and not is_first:
             return
-        if self._loaded_replicas != self.num_replicas:
-            raise RuntimeError(
-                f"backward: expected outer weights of {self.num_replicas} replicas; found the "
-                f"state of {self._loaded_replicas} replicas, with the weights of one of them. Call "
-                "OuterOptimizer.restart(engine) after loading"
-            )
-        self._begin("backward")
+        self._check_restarted("backward")
+        self._begin("backward", takes_weights=is_first)
 
     def step(self) -> None:
         """See :meth:`.OuterOptimizer.step`."""
         self._check_at_rest(_STEP)
+        self._check_restarted(_STEP)
         if not self._has_values:
             raise RuntimeError(f"{_STEP}: expected a backward before the first step; found none")
         self._engine.await_ranks()
-        self._stepped.clear()
+        self._end_inner_step()
         self.count += 1
         every = self._every
         due = [
@@ -114,16 +118,18 @@ class OuterTraining(GradientObserver):
         # With a delay, exchanges that end now began before those that begin now.
         self._take_outer_steps()
         for fragment in due:
+            self._finish(fragment)  # one of a run with another delay, which was loaded
             self._send(fragment, self.count + self._delay)
         self._take_outer_steps()
 
     def synchronize(self) -> None:
         """See :meth:`.OuterOptimizer.synchronize`."""
-        self._check_at_rest("OuterOptimizer.synchronize()")
+        what = "OuterOptimizer.synchronize()"
+        self._check_at_rest(what)
+        self._check_restarted(what)
         self._engine.await_ranks()
-        self._stepped.clear()
-        if not self._is_compared:
-            self._begin("OuterOptimizer.synchronize()")
+        self._end_inner_step()
+        self._begin(what, takes_weights=False)
         for fragment in self.fragments:
             self._finish(fragment)
         for fragment in self.fragments:
@@ -140,91 +146,13 @@ class OuterTraining(GradientObserver):
         if not self._has_values:
             raise RuntimeError(f"{what}: expected outer weights, which were loaded; found none")
         self._engine.await_ranks()
-        self._loaded_replicas = self.num_replicas
+        self._end_inner_step()
         self._compare(what)
+        self._loaded_replicas = self.num_replicas
         for fragment in self.fragments:
             fragment.exchange = None
+            fragment.exchanged_at = self.count
             fragment.write_main()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the number of inner steps, outer weights, the outer optimizer's state, and the
-        exchanges that have begun, after waiting for their communication. Values of parameters are
-        sharded tensors by name, which share memory with this object.
-
-        Raises:
-            RuntimeError: There are no outer weights before the first backward.
-        """
-        if self._is_swapped:
-            self._raise_swapped("state of OuterOptimizer")
-        if not self._has_values:
-            raise RuntimeError(
-                "state of OuterOptimizer: expected a backward before it is saved; found none"
-            )
-        weights: dict[str, Tensor] = {}
-        pending: dict[str, Tensor] = {}
-        optimizer: dict[str, dict[str, Any]] = {}
-        due: dict[str, int] = {}
-        for fragment in self.fragments:
-            weights |= fragment.weights()
-            for key, values in fragment.state().items():
-                optimizer.setdefault(key, {}).update(values)
-            if fragment.exchange is not None:
-                self._await(fragment.exchange)
-                pending |= fragment.pending()
-                due |= dict.fromkeys(fragment.names, fragment.exchange.due)
-        return {
-            "count": self.count,
-            "replicas": self.num_replicas,
-            "weights": weights,
-            "optimizer": optimizer,
-            "pending": pending,
-            "due": due,
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state that ``state_dict`` returned, of any number of ranks in a replica.
-
-        Raises:
-            ValueError: Parameters are missing or unexpected, have other shapes, or exchanges that
-                have begun are of other fragments; names a parameter. Nothing is loaded.
-        """
-        what = "state of OuterOptimizer"
-        if missing := [key for key in _KEYS if key not in state_dict]:
-            raise ValueError(f"{what}: expected {missing[0]!r}; found none")
-        saved, due = state_dict["weights"], state_dict["due"]
-        own = {name: each for part in self.fragments for name, each in part.weights().items()}
-        if differ := sorted(saved.keys() ^ own.keys()):
-            raise ValueError(
-                f"{what}: expected outer weights of {len(own)} parameters; found {len(saved)}: "
-                f"{differ[0]} is {'missing' if differ[0] in own else 'unexpected'}"
-            )
-        for name, each in own.items():
-            if saved[name].shape != each.shape:
-                raise ValueError(
-                    f"{what}: {name}: expected shape {tuple(each.shape)}; found "
-                    f"{tuple(saved[name].shape)}"
-                )
-        if state_dict["replicas"] == self.num_replicas:
-            for fragment in self.fragments:
-                if len(found := {due.get(name) for name in fragment.names}) > 1:
-                    raise ValueError(
-                        f"{what}: expected the fragments of the run that saved it, since exchanges "
-                        f"have begun; found that those of {fragment.names[0]} and other parameters "
-                        f"of a fragment end after steps {sorted(map(str, found))}"
-                    )
-        else:
-            due = {}
-        for fragment in self.fragments:
-            optimizer = {
-                key: values
-                for key, values in state_dict["optimizer"].items()
-                if fragment.names[0] in values
-            }
-            fragment.load(saved, optimizer, state_dict["pending"], due.get(fragment.names[0]))
-            fragment.exchanged_at = 0
-        self.count = int(state_dict["count"])
-        self._loaded_replicas = int(state_dict["replicas"])
-        self._has_values, self._is_compared = True, False
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -237,44 +165,133 @@ class OuterTraining(GradientObserver):
         with ExitStack() as stack:
             for fragment in self.fragments:
                 stack.enter_context(fragment.in_model())
-            self._is_swapped = True
-            try:
-                yield
-            finally:
-                self._is_swapped = False
+            stack.enter_context(self._engine.standing_in(f"outer weights, within {what}"))
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of inner steps, outer weights, the outer optimizers' state and
+        hyperparameters, and the exchanges that have begun, after waiting for their communication:
+        with few bits all replicas have to save in the same step. Values of parameters are sharded
+        tensors by name, which share memory with this object.
+
+        Raises:
+            RuntimeError: Other weights stand in for the model's. Or the state of another number of
+                replicas was loaded, without a restart.
+        """
+        what = "state of OuterOptimizer"
+        self._engine.check_trained_weights(what)
+        self._check_restarted(what)
+        if not self._has_values:  # a checkpoint before the first step
+            for fragment in self.fragments:
+                fragment.take_main()
+        for fragment in self.fragments:
+            if fragment.exchange is not None:
+                self._await(fragment.exchange)
+        counts = {"count": self.count, "replica": self.replica, "replicas": self.num_replicas}
+        return {**counts, **pack(self.fragments)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that ``state_dict`` returned, of any number of ranks in a replica. Warns if
+        it is that of another replica.
+
+        Raises:
+            TypeError, ValueError: The state is not complete, belongs to other parameters or to
+                another class of outer optimizer, or parameters of one fragment have been in
+                different fragments whose optimizers or exchanges differ; names a parameter. Nothing
+                is loaded.
+            RuntimeError: Other weights stand in for the model's.
+        """
+        self._engine.check_trained_weights("state of OuterOptimizer")
+        check_state(state_dict, self.fragments)
+        same = state_dict["replicas"] == self.num_replicas
+        unpack(state_dict, self.fragments, has_exchanges=same)
+        if same and state_dict["replica"] != self.replica:
+            warnings.warn(
+                f"state of OuterOptimizer: expected that of replica {self.replica}; found that of "
+                f"replica {state_dict['replica']}, with the weights of which this one continues. "
+                "Load each replica's own, or call OuterOptimizer.restart(engine)",
+                stacklevel=2,
+            )
+        self.count = state_dict["count"]
+        self._loaded_replicas = state_dict["replicas"]
+        self._end_inner_step()
+        self._has_values, self._is_compared = True, False
+
+    def optimizer_steps(self, optimizer: Optimizer) -> None:
+        """Check that :meth:`step` was called after the last step of ``optimizer``.
+
+        Raises:
+            RuntimeError: It was not, or other weights stand in for the model's.
+        """
+        if self._engine.is_stepped_by(optimizer):
+            what = f"{type(optimizer).__name__}.step"
+            self._engine.check_trained_weights(what)
+            if optimizer in self._stepped:
+                raise RuntimeError(
+                    f"{what}: expected OuterOptimizer.step(engine) after each optimizer step; "
+                    "found two steps without it"
+                )
+
+    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+        """Remember that ``optimizer`` has stepped. Steps with a closure, before which
+        :meth:`optimizer_steps` is not called, are checked here.
+
+        Raises:
+            RuntimeError: See :meth:`optimizer_steps`.
+        """
+        if not self._engine.is_stepped_by(optimizer):
+            return
+        if optimizer in self._stepped:
+            self.optimizer_steps(optimizer)
+        self._has_stepped = True
+        if self._has_gradients:  # not if a step without gradients only makes state
+            self._stepped.add(optimizer)
 
     def _check_at_rest(self, what: str) -> None:
-        if self._is_swapped:
-            self._raise_swapped(what)
+        self._engine.check_trained_weights(what)
         if not self._engine.scheduler.is_at_rest:
             raise RuntimeError(
                 f"{what}: expected no forward or backward in progress; found a "
                 f"{self._engine.scheduler.phase}"
             )
 
-    def _begin(self, what: str) -> None:
-        """Take the main weights as outer weights, if there are none, and compare outer weights
-        between replicas. Collective over all replicas."""
-        if self._has_values:
-            self._compare(what)
-            return
-        self._engine.missing_values.check()
-        for fragment in self.fragments:
-            fragment.take_main()
+    def _check_restarted(self, what: str) -> None:
+        if self._loaded_replicas != self.num_replicas:
+            raise RuntimeError(
+                f"{what}: expected outer weights of {self.num_replicas} replicas; found the "
+                f"state of {self._loaded_replicas} replicas, with the weights of one of them. Call "
+                "OuterOptimizer.restart(engine) after loading"
+            )
+
+    def _end_inner_step(self) -> None:
+        self._stepped.clear()
+        self._has_gradients = False
+
+    def _begin(self, what: str, *, takes_weights: bool) -> None:
+        """Take the main weights as outer weights, if there are none or ``takes_weights``, and
+        compare outer weights between replicas. Collective over all replicas."""
+        if not self._has_values or takes_weights:
+            self._engine.missing_values.check()
+            for fragment in self.fragments:
+                fragment.take_main()
         self._compare(what)
         self._has_values = True
 
     def _compare(self, what: str) -> None:
-        """Compare numbers of steps and outer weights between replicas. Collective over all
-        replicas.
+        """Compare numbers of steps, outer weights and hyperparameters between replicas. Collective
+        over all replicas.
 
         Raises:
             ValueError: They differ. Raised on all ranks.
         """
-        own = (self.count, [each.checksum for each in self.fragments])
-        found: list[Any] = gather_objects(own, self._whole.control_group, what)
+        group = self._whole.control_group
+        if group is None or dist.get_backend(group) == "fake":  # one process stands for all ranks
+            self._is_compared = True
+            return
+        own = (self.count, [(each.checksum, each.hyperparameters) for each in self.fragments])
+        found: list[Any] = gather_objects(own, group, what)
         per_replica = self._whole.inner.size
-        for rank, (count, checksums) in enumerate(found):
+        for rank, (count, values) in enumerate(found):
             replica, column = divmod(rank, per_replica)
             first_count, expected = found[column]
             if count != first_count:
@@ -282,13 +299,18 @@ class OuterTraining(GradientObserver):
                     f"{what}: expected all replicas at one inner step; found replica 0 after step "
                     f"{first_count} and replica {replica} after step {count}"
                 )
-            for fragment, one, other in zip(self.fragments, expected, checksums, strict=True):
-                if one != other:
+            for fragment, one, other in zip(self.fragments, expected, values, strict=True):
+                which = f"of parameters such as {fragment.names[0]}"
+                if one[0] != other[0]:
                     raise ValueError(
                         f"{what}: expected the same outer weights in all replicas; found other "
-                        f"values in replica {replica} than in replica 0 of parameters such as "
-                        f"{fragment.names[0]}. Build the model with the same seed in all replicas, "
-                        "or load the same weights"
+                        f"values in replica {replica} than in replica 0 {which}. Build the model "
+                        "with the same seed in all replicas, or load the same weights"
+                    )
+                if one[1] != other[1]:
+                    raise ValueError(
+                        f"{what}: expected the same outer optimizer in all replicas; found "
+                        f"{other[1]} in replica {replica} and {one[1]} in replica 0 {which}"
                     )
         self._is_compared = True
 
@@ -328,31 +350,6 @@ class OuterTraining(GradientObserver):
             self._await(fragment.exchange)
             fragment.step(fragment.exchange.movement, self._alpha)
             fragment.exchange = None
-
-    def optimizer_steps(self, optimizer: Optimizer) -> None:
-        """Check that :meth:`step` was called after the last step of ``optimizer``.
-
-        Raises:
-            RuntimeError: It was not, or the model has outer weights within :meth:`swapped`.
-        """
-        if self._is_swapped and self._engine.is_stepped_by(optimizer):
-            self._raise_swapped(f"{type(optimizer).__name__}.step")
-        if optimizer in self._stepped:
-            raise RuntimeError(
-                f"{type(optimizer).__name__}.step: expected OuterOptimizer.step(engine) after each "
-                "optimizer step; found two steps without it"
-            )
-
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Remember that ``optimizer`` has stepped."""
-        if self._engine.is_stepped_by(optimizer):
-            self._stepped.add(optimizer)
-
-    def _raise_swapped(self, what: str) -> NoReturn:
-        raise RuntimeError(
-            f"{what}: expected the replica's own weights in the model; found outer weights, within "
-            "OuterOptimizer.swapped(). Leave the context first"
-        )
 
 
 def _make_communicator(whole: Any, bits: int | None) -> Communicator | None:

@@ -115,7 +115,8 @@ def lighthouse(min_replicas: int) -> Iterator[Callable[..., Replica]]:
     """Makes replicas, which it closes when all ranks are here again."""
     server, address = None, [""]
     if dist.get_rank() == 0:
-        times = {"join_timeout_ms": 3000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000}
+        # Heartbeats are late on a busy machine.
+        times = {"join_timeout_ms": 20000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 4000}
         server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **times)
         address = [server.address()]
     dist.broadcast_object_list(address)

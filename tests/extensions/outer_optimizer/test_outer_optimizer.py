@@ -236,9 +236,13 @@ def test_a_step_without_an_exchange_is_an_error() -> None:
     run = Replica((2, 1), {"every": 3})
     with pytest.raises(RuntimeError, match="expected a backward before the first step"):
         run.outer.step(run.engine)
-    with pytest.raises(RuntimeError, match="expected a backward before it is saved"):
-        run.outer.state(run.engine).state_dict()
+    with pytest.raises(ValueError, match="with this OuterOptimizer in extensions"):
+        fe.OuterOptimizer(every=4).step(run.engine)
+    empty = run.outer.state(run.engine).state_dict()
+    assert empty["count"] == 0
+    run.outer.state(run.engine).load_state_dict(empty)
     run.train(1)
+    run.model(*batch_of(1, *run.place)).backward()
     run.optimizer.step()
     with pytest.raises(RuntimeError, match=r"AdamW.step: expected OuterOptimizer.step"):
         run.optimizer.step()
@@ -293,6 +297,14 @@ def _row_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(params)
 
 
+def _of_others(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+
+def _by_rank(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1 * (1 + dist.get_rank()))
+
+
 # By name: arguments of the extension on rank 0 and on rank 1, of shard, and the error.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
     "an outer level": ({}, {}, {"outer_strategy": "optim"}, r'outer_strategy: expected "no_shard"'),
@@ -305,6 +317,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] =
         "optimizer: expected an elementwise one",
     ),
     "no optimizer": ({"optimizer": list}, {"optimizer": list}, {}, "it made a list"),
+    "of other parameters": (
+        {"optimizer": _of_others},
+        {"optimizer": _of_others},
+        {},
+        "over the parameters that the function was given",
+    ),
+    "other numbers": ({"optimizer": _by_rank}, {"optimizer": _by_rank}, {}, "same model"),
 }
 
 
@@ -350,9 +369,139 @@ def test_replicas_must_have_one_model_and_all_have_the_extension() -> None:
         ({"every": 3, "fragments": "blocks"}, "fragments: expected"),
         ({"every": 3, "fragments": 0}, "fragments: expected"),
         ({"every": 3, "alpha": 1.5}, r"alpha: expected a number in \[0, 1\]; found 1.5"),
+        ({"every": 3, "bits": 8.0}, "bits: expected 8, 4 or None; found 8.0"),
+        ({"every": 3, "on_host": "yes"}, "on_host: expected a bool; found 'yes'"),
         ({"every": 3, "optimizer": 0.7}, "optimizer: expected a function"),
     ],
 )
 def test_arguments_are_checked(given: dict[str, Any], words: str) -> None:
     with pytest.raises((ValueError, TypeError), match=words):
         fe.OuterOptimizer(**given)
+
+
+@on_ranks(2)
+def test_replicas_with_permuted_or_later_loaded_weights() -> None:
+    """Permuted weights have the same sum. Weights that are loaded before the first step count."""
+    run = Replica((2, 1), {"every": 3})
+    state = make_model().state_dict()
+    with torch.no_grad():
+        state["blocks.0.first.weight"].fill_(0)[0] = 1
+        run.model.load_state_dict(state)
+    run.model(*batch_of(0, *run.place)).backward()
+    run.optimizer.zero_grad()
+    if run.place[0]:
+        state["blocks.0.first.weight"] = state["blocks.0.first.weight"].flip(0)
+    run.model.load_state_dict(state)
+    with pytest.raises(ValueError, match=r"same outer weights.*blocks\.0\."):
+        run.train(1)
+    run.engine.reset()
+    run.model.load_state_dict(make_model().state_dict())
+    run.count = 0
+    run.train(4)
+    run.check(simulated((2, 1), {"every": 3}).run(4))
+
+
+@on_ranks(2)
+def test_replicas_at_other_steps_or_with_other_outer_optimizers_are_an_error() -> None:
+    run = Replica((2, 1), {"every": 5})
+    run.train(2)
+    if run.place[0]:
+        run.outer.step(run.engine)
+    with pytest.raises(ValueError, match=r"replica 0 after step 2 and replica 1 after step 3"):
+        run.outer.synchronize(run.engine)
+    if not run.place[0]:
+        run.outer.step(run.engine)
+    (optimizer,) = run.outer.optimizers(run.engine)
+    optimizer.param_groups[0]["lr"] = 0.5 + 0.1 * run.place[0]
+    with pytest.raises(ValueError, match=r"same outer optimizer.*'lr': 0.6.*replica 1"):
+        run.outer.synchronize(run.engine)
+    optimizer.param_groups[0]["lr"] = 0.5
+    run.outer.synchronize(run.engine)
+
+
+@on_ranks(2)
+def test_a_state_has_hyperparameters_and_the_last_exchange() -> None:
+    run = Replica((2, 1), {"every": 2})
+    run.train(1)
+    (optimizer,) = run.outer.optimizers(run.engine)
+    optimizer.param_groups[0]["lr"] = 0.25
+    run.train(1)
+    state, weights = run.outer.state(run.engine).state_dict(), full_weights(run.model)
+    saved = {**state, "weights": {k: reference.full(v) for k, v in state["weights"].items()}}
+    saved["optimizer"] = {
+        key: {k: reference.full(v) for k, v in values.items()}
+        for key, values in state["optimizer"].items()
+    }
+    again = Replica((2, 1), {"every": 2})
+    again.model.load_state_dict(weights)
+    again.outer.state(again.engine).load_state_dict(saved)
+    again.outer.synchronize(again.engine)  # nothing has moved since the last exchange
+    torch.testing.assert_close(full_weights(again.model), weights, rtol=0, atol=0)
+    assert again.outer.optimizers(again.engine)[0].param_groups[0]["lr"] == 0.25
+    other = Replica((2, 1), {"every": 2, "optimizer": partial(torch.optim.AdamW, lr=0.1)})
+    before = full_weights(other.model)
+    first = next(iter(saved["weights"]))
+    for change, words in (
+        ({}, "expected that of AdamW, the outer optimizer; found that of SGD"),
+        ({"count": "x"}, "expected 'count' of type int; found a str"),
+        ({"weights": {**saved["weights"], first: [1]}}, f"{first}: expected shape"),
+        ({"weights": {first: saved["weights"][first]}}, "is missing"),
+        ({"fragments": []}, "in a fragment; found it in none"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            other.outer.state(other.engine).load_state_dict({**saved, **change})
+    missing = {"momentum_buffer": {first: saved["optimizer"]["momentum_buffer"][first]}}
+    with pytest.raises(ValueError, match="expected momentum_buffer of"):
+        again.outer.state(again.engine).load_state_dict({**saved, "optimizer": missing})
+    torch.testing.assert_close(full_weights(other.model), before, rtol=0, atol=0)
+    with (
+        pytest.warns(UserWarning, match=r"that of replica 1; found that of replica 0")
+        if (run.place[0])
+        else _nothing()
+    ):
+        again.outer.state(again.engine).load_state_dict({**saved, "replica": 0})
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_later_keeps_its_outer_weights(strategy: str) -> None:
+    run = Replica((2, 1), {"every": 2}, strategy)
+    run.train(2)
+    name = "blocks.1.turned"
+    kept = full_weights(run.model)
+    dict(run.model.named_parameters())[name].requires_grad_(False)
+    run.train(4)
+    found = full_weights(run.model)
+    assert torch.equal(found[name], kept[name])
+    assert not torch.equal(found["blocks.0.turned"], kept["blocks.0.turned"])
+
+
+@on_ranks(2)
+def test_steps_that_only_make_state_or_have_closures() -> None:
+    run = Replica((2, 1), {"every": 3})
+    run.optimizer.step()  # as torch.distributed.checkpoint does to make state
+    run.train(1)
+    run.optimizer.step()
+    run.outer.state(run.engine).load_state_dict(run.outer.state(run.engine).state_dict())
+    run.train(1)  # the step was rolled back
+
+    def closure() -> Any:
+        run.optimizer.zero_grad()
+        loss = run.model(*batch_of(9, *run.place))
+        loss.backward()
+        return loss
+
+    run.optimizer.step(closure)
+    with pytest.raises(RuntimeError, match="found two steps without it"):
+        run.optimizer.step(closure)
+
+
+@on_ranks(2)
+def test_weights_that_change_before_backward_are_an_error_where_autograd_sees_it() -> None:
+    run = Replica((2, 1), {"every": 1}, "no_shard")
+    run.train(1)
+    loss = run.model(*batch_of(1, *run.place))
+    run.outer.step(run.engine)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    run.engine.reset()
