@@ -41,6 +41,8 @@ _NAMES_ELSEWHERE = {
     "param_dtype": "mp_policy=fe.MixedPrecisionPolicy(param_dtype=...)",
     **arguments_elsewhere(),
 }
+# Arguments of DistributedDataParallel for which `fe.shard` has no use.
+_NOT_NEEDED = ("find_unused_parameters", "static_graph", "device_ids", "output_device")
 
 NAMES = frozenset(_REPLACEMENTS)
 """Deprecated arguments of :func:`~fsdp_engine.sharding.shard`."""
@@ -64,6 +66,8 @@ def current_arguments(
     for name, value in deprecated.items():
         if name not in _REPLACEMENTS:
             hint = f"; use {_NAMES_ELSEWHERE[name]}" if name in _NAMES_ELSEWHERE else ""
+            if name in _NOT_NEEDED:
+                hint = "; leave it out, it is not needed"
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{hint}")
         if not _is_default(value):
             warnings.warn(

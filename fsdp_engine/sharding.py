@@ -378,6 +378,11 @@ def check_types(model: object, policy: object, options: object = None) -> None:
     """Raise TypeError unless each argument has its type. ``policy`` and ``options`` may be None."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module; found {type(model).__name__}")
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise TypeError(
+            "model: expected the module itself; found it within DistributedDataParallel, which "
+            "shard() replaces. Pass model.module"
+        )
     check_policy_and_options(policy, options)
 
 

@@ -247,7 +247,7 @@ class Run:
                     "number, or call torch.manual_seed(seed + step) now",
                     stacklevel=3,
                 )
-        if of_rank_0:
+        if of_rank_0 and self.ranks.is_first:
             warnings.warn(
                 f"load of {files.folder}: {self.ranks.size} ranks load what {manifest.world_size} "
                 f"ranks saved, which had different values of {', '.join(of_rank_0[:8])}"
@@ -258,7 +258,8 @@ class Run:
         problems = [*match.problems, *foreign]
         if match.has_sharded_objects:
             self._load_extra(found)
-        if unused := [name for name in found if name not in self._extra]:
+        unused = [name for name in found if name not in self._extra]
+        if unused and self.ranks.is_first:
             warnings.warn(
                 f"load of {files.folder}: expected an object in extra for each saved state; found "
                 f"none for {', '.join(unused)}, whose state is not loaded. Pass "
@@ -270,9 +271,10 @@ class Run:
                 continue
             # This is a warning and no error, because weights are already replaced here.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
-            warnings.warn(
-                f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
-            )
+            if self.ranks.is_first:
+                warnings.warn(
+                    f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
+                )
         return RunReport(manifest.step, problems, found, of_rank_0)
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:

@@ -414,9 +414,10 @@ def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
     modules = [(name, module) for name, module in model.named_modules() if name]
     found = [(n, m) for n, m in modules if matches(n, m) and has_parameters(m)]
     if not found:
+        children = ", ".join(name for name, _ in itertools.islice(model.named_children(), 12))
         raise ValueError(
-            f"units: expected {_describe(selector)} to match a module with parameters; "
-            f"found none among {len(modules)} modules of {type(model).__name__}"
+            f"units: expected {_describe(selector)} to match a module with parameters; found none "
+            f"among {len(modules)} modules of {type(model).__name__} ({children}, ...)"
         )
     for name, module in found:
         if _is_container(module):

@@ -7,7 +7,7 @@ import itertools
 import pickle
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -362,3 +362,9 @@ def without_sums(folder: Path) -> None:
     metadata = read_metadata(folder)
     vars(metadata).pop("fsdp_engine_sums")
     (folder / METADATA).write_bytes(pickle.dumps(metadata))
+
+
+def warned_first(match: str) -> AbstractContextManager[Any]:
+    """Context of a warning that only the first rank gives."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return pytest.warns(UserWarning, match=match) if is_first else nullcontext()

@@ -46,6 +46,7 @@ from tests.checkpoint.scene import (
     small,
     train,
     visible,
+    warned_first,
 )
 from tests.models import Mlp, Transformer
 from tests.pool import Ranks, on_few_ranks, on_ranks
@@ -271,10 +272,10 @@ def test_entries_that_do_not_fit_are_listed_and_left_out_if_asked_for() -> None:
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values(3)}).save(1)
     known, new = Values(), Values(8)
     extra = {"data": known, "new": new}
-    with pytest.warns(UserWarning, match=r"missing extra\.new: expected its state"):
+    with warned_first(r"missing extra\.new: expected its state"):
         report = fe.Checkpointer(folder, engine, optimizer, extra=extra).load()
     assert (known.value, new.value, len(report.problems)) == (3, 8, 1)
-    with pytest.warns(UserWarning, match=r"found none for data, .* Pass extra=\{'data'"):
+    with warned_first(r"found none for data, .* Pass extra=\{'data'"):
         report = fe.Checkpointer(folder, engine, optimizer).load()
     assert report.extra == {"data": 3}
     assert not report.problems

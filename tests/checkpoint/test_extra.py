@@ -35,6 +35,7 @@ from tests.checkpoint.scene import (
     shard,
     shared_folder,
     update,
+    warned_first,
 )
 from tests.models import Mlp
 from tests.pool import Ranks, on_ranks
@@ -248,7 +249,7 @@ def load_plain(folder: str) -> None:
         assert checkpointer.load().of_rank_0 == []
         assert values.value["lists"] == [1, dist.get_rank()]
         return
-    with pytest.warns(UserWarning, match=r"different values of data\.lists\.1, data\.t; every"):
+    with warned_first(r"different values of data\.lists\.1, data\.t; every"):
         report = checkpointer.load()
     assert report.of_rank_0 == ["data.lists.1", "data.t"]
     assert values.value["lists"] == [1, 0]

@@ -92,6 +92,7 @@ def test_arguments_that_select_nothing_do_not_warn() -> None:
 def test_wrong_values_are_refused() -> None:
     for given, kind, message in (
         ({"layers": 3}, TypeError, r"shard\(\) got an unexpected keyword argument 'layers'"),
+        ({"device_ids": [0]}, TypeError, "argument 'device_ids'; leave it out, it is not needed"),
         ({"level": "optim"}, TypeError, r"argument 'level'; use strategy="),
         ({"config": {}}, TypeError, "config: expected a DistributedDataParallelConfig"),
         ({"offload": "host"}, TypeError, "offload: expected an fe.Offload or None; found 'host'"),
@@ -122,3 +123,5 @@ def test_shard_warns_at_the_line_of_its_caller() -> None:
     assert engine.options == fe.Options(min_unit_size=0)
     with pytest.raises(TypeError, match=r"shard\(\) got an unexpected keyword argument 'layers'"):
         fe.shard(nn.Linear(4, 4), layers=3)
+    with pytest.raises(TypeError, match=r"within DistributedDataParallel.* Pass model.module"):
+        fe.shard(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))

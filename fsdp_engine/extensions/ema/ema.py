@@ -243,7 +243,7 @@ def _refuse_averages(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
-    """Context within which ``tensor`` holds ``values``."""
+    """Context within which ``tensor`` holds ``values``. Changes are kept in ``values``."""
     before = tensor.clone()
     with torch.no_grad():
         tensor.copy_(values)
@@ -251,6 +251,7 @@ def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
+            values.copy_(tensor)
             tensor.copy_(before)
 
 

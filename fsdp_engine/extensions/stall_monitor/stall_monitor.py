@@ -36,6 +36,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import torch.distributed as dist
@@ -187,7 +188,11 @@ class StallMonitor(Monitor):
         interpreter: a thread within a call of the store would abort the process."""
         if not self._over.is_set():
             error = getattr(sys, "last_value", None)
-            why = "" if error is None else f" with {type(error).__name__}: {str(error)[:200]}"
+            why = (
+                ""
+                if error is None
+                else f" with {type(error).__name__}: {shorten(str(error), 240, placeholder=' ...')}"
+            )
             self._over.set()
             self._publish_end(f"has ended{why}")
         self._thread.join(ANSWER_SECONDS)

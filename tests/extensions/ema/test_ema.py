@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -221,3 +222,22 @@ def test_bad_arguments_and_calls_are_refused() -> None:
                 inside()
     optimizer.step()
     ema.update()
+
+
+@on_ranks(2)
+def test_buffers_that_are_broadcast_within_the_context_stay_so() -> None:
+    model, engine, optimizer = build(statistics, {})
+    ema = fe.EMA(engine, DECAY, average_buffers=True)
+    step(model, optimizer, dist.get_rank(), DIM)
+    ema.update()
+    own = {name: each.clone() for name, each in model.named_buffers()}
+    with ema.swapped():
+        for each in model.buffers():
+            dist.broadcast(each, 0)
+    for name, each in model.named_buffers():
+        if each.is_floating_point():
+            assert torch.equal(each, own[name])
+    for each in ema.state_dict()["buffers"].values():
+        first = each.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(each, first)
