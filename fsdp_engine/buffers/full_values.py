@@ -90,12 +90,15 @@ def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:
 
 
 @torch.no_grad()
-def set_main(buffer: ParamAndGradBuffer, values: Tensor) -> None:
+def set_main(buffer: ParamAndGradBuffer, values: Tensor, *, for_a_while: bool = False) -> None:
     """Set this rank's main weights. Not collective.
 
     Args:
         buffer: The buffer.
         values: 1-D, of as many elements as this rank's shard.
+        for_a_while: Other values stand in for the weights, or the weights come back after that.
+            Backwards that are pending are then valid. Otherwise, autograd raises in them, if it
+            sees the change: at "no_shard".
     """
     weights = buffer.weights
     main = present_main(buffer)
@@ -103,8 +106,7 @@ def set_main(buffer: ParamAndGradBuffer, values: Tensor) -> None:
         weights.main_shard.before_change()
     main.tensor.copy_(values)
     write_main(buffer, main)
-    if buffer.is_plain:
-        # Autograd raises if a pending backward needs the old values.
+    if buffer.is_plain and not for_a_while:
         torch.autograd.graph.increment_version([local_part(p) for p in buffer.sharded_params])
     weights.mark_stale()
     weights.main_shard.changed_on_host()

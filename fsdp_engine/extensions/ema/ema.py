@@ -23,6 +23,7 @@ from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import add_step_check
+from fsdp_engine.runtime.gradient_observer import GradientObserver
 
 _SHADOW = "shadow"
 _BUFFERS = "buffers"
@@ -111,6 +112,7 @@ class EMA:
         if average_buffers:
             self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers().items()}
         _EMAS[next(_NUMBERS)] = self
+        engine.extension(_BackwardCheck)
         add_step_check(_refuse_averages)
 
     @torch.no_grad()
@@ -144,7 +146,7 @@ class EMA:
 
         Raises:
             RuntimeError: A forward or a backward is running, or the context is entered twice.
-                Within the context: an optimizer steps, or ``update`` is called.
+                Within the context: a backward begins, an optimizer steps, or ``update`` is called.
         """
         self._engine.check_trained_weights("EMA.swapped()")
         engine = self._engine
@@ -255,6 +257,23 @@ def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
             tensor.copy_(before)
 
 
+class _BackwardCheck(GradientObserver):
+    """Observer that refuses backwards while averages are in the model."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        engine.reductions.observers.append(self)
+
+    def begin_backward(self) -> None:
+        """See the base class.
+
+        Raises:
+            RuntimeError: Averages are in the model.
+        """
+        if (engine := self._engine()) is not None:
+            engine.check_trained_weights("backward")
+
+
 class _Average:
     """The averages of the parameters of one buffer: this rank's shard of its main weights.
 
@@ -293,7 +312,7 @@ class _Average:
         """Context within which the main weights hold the averages."""
         main, average = self._buffer.weights.main.tensor, self._flat
         trained = main.clone()
-        set_main(self._buffer, average)
+        set_main(self._buffer, average, for_a_while=True)
         if trained.dtype == average.dtype:
             # Store the trained weights in the memory of the averages until the context ends.
             average.copy_(trained)
@@ -302,6 +321,6 @@ class _Average:
             yield
         finally:
             averages = self._buffer.weights.main.tensor.clone() if trained is average else None
-            set_main(self._buffer, trained)
+            set_main(self._buffer, trained, for_a_while=True)
             if averages is not None:
                 average.copy_(averages)

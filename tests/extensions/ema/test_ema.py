@@ -241,3 +241,29 @@ def test_buffers_that_are_broadcast_within_the_context_stay_so() -> None:
         first = each.clone()
         dist.broadcast(first, 0)
         assert torch.equal(each, first)
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+@on_ranks(2)
+def test_a_backward_is_of_the_trained_weights(level: str) -> None:
+    """Within the context there is none; after it those of earlier forwards are right."""
+    model, engine, optimizer = build(odd_model, {"strategy": level})
+    ema = fe.EMA(engine, DECAY)
+    step(model, optimizer, 1)
+    ema.update()
+    step(model, optimizer, 2)
+    model(*batch(3)).backward()
+    expected = [reference.full(each.grad) for each in model.parameters() if each.grad is not None]
+    optimizer.zero_grad()
+    loss = model(*batch(3))
+    with ema.swapped(), torch.no_grad():
+        model(*batch(4))
+    loss.backward()
+    found = [reference.full(each.grad) for each in model.parameters() if each.grad is not None]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    optimizer.zero_grad()
+    with ema.swapped():
+        loss = model(*batch(3))
+        with pytest.raises(RuntimeError, match=r"backward: expected the trained weights"):
+            loss.backward()
+    engine.reset()
