@@ -74,6 +74,29 @@ class EngineExtension:
             Exception: The engine cannot use the extension. All ranks raise an error.
         """
 
+    def refuse_other_ranks(self, setup: Any) -> None:
+        """Check that all ranks of the mesh share all parameters. For ``check`` of subclasses.
+
+        Args:
+            setup: See ``check``.
+
+        Raises:
+            ValueError: The model has experts on other ranks, or a tensor-parallel parameter; names
+                it.
+        """
+        name = type(self).__name__
+        if setup.experts is not None:
+            raise ValueError(
+                f"extensions: expected a model without experts on other ranks for {name}; found "
+                "an expert mesh"
+            )
+        for record in setup.plan.records:
+            if record.spread is not None:
+                raise ValueError(
+                    f"{record.name}: expected a parameter that is not tensor-parallel, with "
+                    f"{name}; found a DTensor over other mesh dimensions"
+                )
+
     def memory(self, setup: Any) -> Any:
         """Returns the memory manager of the engine, an object of
         ``fsdp_engine.memory.allocator.Memory``; None: the default one. All ranks have agreed on the

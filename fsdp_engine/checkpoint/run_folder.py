@@ -234,47 +234,43 @@ class Run:
             check=check,
             before_load=before_load,
         )
+
+        def warn(text: str) -> None:
+            if self.ranks.is_first:
+                warnings.warn(f"load of {files.folder}: {text}", stacklevel=4)
+
         of_rank_0: list[str] = []
         if is_same_job and ranks_key in match.targets:
             set_random_state(match.targets[ranks_key]["random"], self.ranks.device)
         elif not is_same_job:
             of_rank_0 = self._different(rows)
-            if self.ranks.is_first:
-                warnings.warn(
-                    f"load of {files.folder}: {self.ranks.size} ranks load what "
-                    f"{manifest.world_size} saved, so random states stay as they are, and a loop "
-                    "that draws its batches by them repeats the first ones. Seed each step by its "
-                    "number, or call torch.manual_seed(seed + step) now",
-                    stacklevel=3,
-                )
-        if of_rank_0 and self.ranks.is_first:
-            warnings.warn(
-                f"load of {files.folder}: {self.ranks.size} ranks load what {manifest.world_size} "
-                f"ranks saved, which had different values of {', '.join(of_rank_0[:8])}"
-                + (f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else "")
-                + "; every rank has loaded those of rank 0",
-                stacklevel=3,
+            warn(
+                f"{self.ranks.size} ranks load what {manifest.world_size} saved, so random states "
+                "stay as they are, and a loop that draws its batches by them repeats the first "
+                "ones. Seed each step by its number, or call torch.manual_seed(seed + step) now"
+            )
+        if of_rank_0:
+            more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""
+            warn(
+                f"{self.ranks.size} ranks load what {manifest.world_size} ranks saved, which had "
+                f"different values of {', '.join(of_rank_0[:8])}{more}; every rank has loaded "
+                "those of rank 0"
             )
         problems = [*match.problems, *foreign]
         if match.has_sharded_objects:
             self._load_extra(found)
-        unused = [name for name in found if name not in self._extra]
-        if unused and self.ranks.is_first:
-            warnings.warn(
-                f"load of {files.folder}: expected an object in extra for each saved state; found "
-                f"none for {', '.join(unused)}, whose state is not loaded. Pass "
-                f"extra={{{unused[0]!r}: ...}}, or read it from the result's extra",
-                stacklevel=3,
+        if unused := [name for name in found if name not in self._extra]:
+            warn(
+                f"expected an object in extra for each saved state; found none for "
+                f"{', '.join(unused)}, whose state is not loaded. Pass "
+                f"extra={{{unused[0]!r}: ...}}, or read it from the result's extra"
             )
         for name in self._extra:
             if name in found:
                 continue
             # This is a warning and no error, because weights are already replaced here.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
-            if self.ranks.is_first:
-                warnings.warn(
-                    f"load of {files.folder}: {problems[-1]}; it stays as it is", stacklevel=3
-                )
+            warn(f"{problems[-1]}; it stays as it is")
         return RunReport(manifest.step, problems, found, of_rank_0)
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:

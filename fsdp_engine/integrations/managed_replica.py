@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradient_memory import like
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
@@ -275,14 +276,19 @@ class ManagedReplica:
             "optimizer": type(self._optimizer).__name__,
         }
 
+    @property
+    def _sent_buffers(self) -> list[ParamAndGradBuffer]:
+        """The buffers whose main weights a starting replica receives."""
+        return self._engine.buffers
+
     def _weights(self) -> Any:
         """Returns the weights that a starting replica receives."""
-        return [buffer.weights.main.tensor for buffer in self._engine.buffers]
+        return [buffer.weights.main.tensor for buffer in self._sent_buffers]
 
     @torch.no_grad()
     def _load_weights(self, weights: Any) -> None:
         """Set the weights that :meth:`_weights` of a living replica has returned."""
-        for buffer, values in zip(self._engine.buffers, weights, strict=True):
+        for buffer, values in zip(self._sent_buffers, weights, strict=True):
             buffer.weights.main.tensor.copy_(values)
         self._engine.weights_changed()
 

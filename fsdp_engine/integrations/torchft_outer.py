@@ -17,20 +17,18 @@ trained, and the mean is over those that have.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
+from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.run_state import Stateful
 from fsdp_engine.engine import Engine
-from fsdp_engine.extensions.outer_optimizer.fragment import Fragment
+from fsdp_engine.extensions.outer_optimizer.fragment import NESTEROV, Fragment
 from fsdp_engine.integrations.managed_replica import ManagedReplica
 from fsdp_engine.memory import allocator
-
-_SGD = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class ElasticOuterReplicas(ManagedReplica):
@@ -76,7 +74,7 @@ class ElasticOuterReplicas(ManagedReplica):
         optimizer: Optimizer,
         *,
         every: int,
-        outer_optimizer: Callable[[list[nn.Parameter]], Optimizer] = _SGD,
+        outer_optimizer: Callable[[list[nn.Parameter]], Optimizer] = NESTEROV,
         on_host: bool = False,
         min_replicas: int = 1,
         extra: Mapping[str, Stateful] | None = None,
@@ -134,11 +132,7 @@ class ElasticOuterReplicas(ManagedReplica):
             ValueError, TimeoutError: See :meth:`.ElasticReplicas.microbatches`; or there were fewer
                 than ``min_replicas`` for ``period_timeout``.
         """
-        if not self._engine.scheduler.is_at_rest:
-            raise RuntimeError(
-                "ElasticOuterReplicas.exchange(): expected no forward or backward in progress; "
-                f"found a {self._engine.scheduler.phase}"
-            )
+        self._engine.scheduler.check_at_rest("ElasticOuterReplicas.exchange()")
         self._engine.await_ranks()
         self._exchange(self._outer.movement(), has_trained=True)
 
@@ -166,21 +160,22 @@ class ElasticOuterReplicas(ManagedReplica):
         return self._outer.weights()
 
     def _weights(self) -> Any:
-        """See the base class. Parameters that are not trained are sent, too."""
-        frozen = [each.weights.main.tensor for each in self._engine.buffers if each.grads is None]
+        """See the base class. Outer weights are sent in place of those that are trained."""
         outer = self._outer.flat_state()
-        return {"outer": outer, "frozen": frozen, "exchanges": self._repeats}
+        return {"outer": outer, "frozen": super()._weights(), "exchanges": self._repeats}
 
     @torch.no_grad()
     def _load_weights(self, weights: Any) -> None:
         """See the base class."""
-        frozen = [each for each in self._engine.buffers if each.grads is None]
-        for buffer, values in zip(frozen, weights["frozen"], strict=True):
-            buffer.weights.main.tensor.copy_(values)
+        super()._load_weights(weights["frozen"])
         self._outer.load_flat(weights["outer"])
         self._outer.write_main()
-        self._engine.weights_changed()
         self._has_joined_exchange = weights["exchanges"]
+
+    @property
+    def _sent_buffers(self) -> list[ParamAndGradBuffer]:
+        """See the base class."""
+        return [each for each in self._engine.buffers if each.grads is None]
 
     def _arguments(self) -> dict[str, Any]:
         """See the base class."""

@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from fsdp_engine.comm.lanes import Ticket
@@ -160,10 +161,10 @@ class Record:
         uses = self._forward.uses
         return (uses[0], *self._forward.window(0)) if uses else ()
 
-    def next_uses(self, num: int) -> Sequence[Use]:
-        """Returns the next ``num`` uses of the running forward or backward."""
+    def next_uses(self) -> Iterator[Use]:
+        """Returns the next uses of the running forward or backward."""
         half = self._half_now
-        return half.uses[half.next : half.next + num]
+        return itertools.islice(half.uses, half.next, None)
 
     def begin_forward(self) -> None:
         """Begin the record of a forward."""

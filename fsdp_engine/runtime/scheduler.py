@@ -479,6 +479,20 @@ class Scheduler:
         """Whether neither a forward nor a backward is running."""
         return self._forward is None and self._backward is None and not self._has_nested
 
+    def check_at_rest(self, what: str) -> None:
+        """Check that neither a forward nor a backward is running.
+
+        Args:
+            what: Name of the operation in the message.
+
+        Raises:
+            RuntimeError: A forward or a backward is running.
+        """
+        if not self.is_at_rest:
+            raise RuntimeError(
+                f"{what}: expected no forward or backward in progress; found a {self.phase}"
+            )
+
     @property
     def phase(self) -> str:
         """The current activity, for messages: "forward", "backward", or otherwise "step"."""

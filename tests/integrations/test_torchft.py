@@ -11,8 +11,8 @@ import threading
 import time
 import unittest
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchft.checkpointing.transport_test import run_multi_recovery_test
-from torchft.coordination import LighthouseServer
 
 import fsdp_engine as fe
 from fsdp_engine.integrations.microbatch_sums import MicrobatchSums, share_of
 from fsdp_engine.integrations.state_transport import StateTransport
 from fsdp_engine.integrations.torchft import ElasticReplicas
 from tests.integrations.launching import Launched
+from tests.integrations.lighthouses import lighthouse_for
 from tests.pool import on_ranks
 from tests.training import mesh_of
 
@@ -127,30 +127,7 @@ def train_alone(
     return dict(model.state_dict())
 
 
-@contextmanager
-def lighthouse(min_replicas: int) -> Iterator[Callable[..., Replica]]:
-    """Makes replicas, which it closes when all ranks are here again."""
-    server, address = None, [""]
-    if dist.get_rank() == 0:
-        times = {"join_timeout_ms": 500, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1000}
-        server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **times)
-        address = [server.address()]
-    dist.broadcast_object_list(address)
-    joined: list[Replica] = []
-
-    def join(*arguments: Any, **options: Any) -> Replica:
-        joined.append(Replica(address[0], *arguments, **options))
-        return joined[-1]
-
-    try:
-        yield join
-        dist.barrier()
-        for replica in joined:
-            replica.close()
-        dist.barrier()
-    finally:
-        if server is not None:
-            server.shutdown()
+lighthouse = partial(lighthouse_for, Replica, join_timeout_ms=500, heartbeat_timeout_ms=1000)
 
 
 @pytest.mark.parametrize("num", [1, 3])  # of one, one replica has none

@@ -61,7 +61,6 @@ orders; so each rank waits for each gather before it submits the next one.
 from __future__ import annotations
 
 import enum
-import sys
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -165,7 +164,7 @@ class GatherRounds(Schedule):
         # The position of each unit in the expected order of backward, which all ranks share.
         expected = engine.scheduler.make_record()
         expected.begin_backward()
-        uses = expected.next_uses(sys.maxsize)
+        uses = expected.next_uses()
         self._place_in_backward = {use.unit: place for place, use in enumerate(uses)}
         self._host_drives = not engine.lanes.compute.runs_ahead
         self._submitting_waits = engine.reductions.submitting_waits
@@ -324,7 +323,7 @@ class GatherRounds(Schedule):
             return []
         hints, found = self._uses.hints, dict.fromkeys(self._named)
         follows_named, num_stretches, last = self._uses_named, 0, None
-        for use in self.record.next_uses(sys.maxsize):
+        for use in self.record.next_uses():
             hint = hints.get(use.unit)
             if hint is not None and self._phase == FORWARD:
                 if follows_named:

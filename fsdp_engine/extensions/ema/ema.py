@@ -6,7 +6,6 @@ an update is one or two operations per flat buffer, whatever the number of param
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -111,7 +110,6 @@ class EMA:
         self._buffers: dict[str, Tensor] = {}
         if average_buffers:
             self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers().items()}
-        _EMAS[next(_NUMBERS)] = self
         engine.extension(_BackwardCheck)
         add_step_check(_refuse_averages)
 
@@ -150,11 +148,7 @@ class EMA:
         """
         self._engine.check_trained_weights("EMA.swapped()")
         engine = self._engine
-        if not engine.scheduler.is_at_rest:
-            raise RuntimeError(
-                f"EMA.swapped(): expected no forward or backward in progress; found a "
-                f"{engine.scheduler.phase}"
-            )
+        engine.scheduler.check_at_rest("EMA.swapped()")
         engine.missing_values.check()
         engine.await_ranks()
         current = self._model_buffers() if self._buffers else {}
@@ -164,6 +158,8 @@ class EMA:
             for name, buffer in self._buffers.items():
                 stack.enter_context(_replaced(current[name], buffer))
             stack.enter_context(engine.standing_in("averages, within EMA.swapped()"))
+            _SWAPPED.append(engine)
+            stack.callback(_SWAPPED.remove, engine)
             yield
 
     def state_dict(self) -> dict[str, Any]:
@@ -215,11 +211,6 @@ class EMA:
         self._num_calls = int(state_dict["num_calls"])
         self.num_updates = int(state_dict["num_updates"])
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Check that the averages are not in the model, if ``optimizer`` is about to step it."""
-        if self._engine.is_stepped_by(optimizer):
-            self._engine.check_trained_weights("optimizer.step()")
-
     def _decay_now(self) -> float:
         if not self.warmup:
             return self.decay
@@ -234,13 +225,15 @@ class EMA:
         }
 
 
-_EMAS: weakref.WeakValueDictionary[int, EMA] = weakref.WeakValueDictionary()
-_NUMBERS = itertools.count()
+# The engines whose models currently hold averages.
+_SWAPPED: list[Engine] = []
 
 
 def _refuse_averages(optimizer: Optimizer) -> None:
-    for each in list(_EMAS.values()):
-        each.check_step(optimizer)
+    """Raise if a model that ``optimizer`` is about to step currently holds averages."""
+    for engine in _SWAPPED:
+        if engine.is_stepped_by(optimizer):
+            engine.check_trained_weights("optimizer.step()")
 
 
 @contextmanager

@@ -103,17 +103,7 @@ class FixedOrderSums(EngineExtension):
                 "extensions: expected one that replaces reductions; found "
                 f"{', '.join(type(each).__name__ for each in others)}"
             )
-        if setup.experts is not None:
-            raise ValueError(
-                "extensions: expected a model without experts on other ranks for FixedOrderSums; "
-                "found an expert mesh"
-            )
-        for record in setup.plan.records:
-            if record.spread is not None:
-                raise ValueError(
-                    f"{record.name}: expected a parameter that is not tensor-parallel, with "
-                    "FixedOrderSums; found a DTensor over other mesh dimensions"
-                )
+        self.refuse_other_ranks(setup)
         for buffer in (each for unit in setup.plan.units for each in unit.buffers):
             if buffer.kind.requires_grad:
                 check_dtypes(buffer.records[0].name, buffer.kind.dtypes)

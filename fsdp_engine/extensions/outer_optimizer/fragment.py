@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from fsdp_engine.buffers.full_values import present_main, set_main
 from fsdp_engine.buffers.main_views import main_views, part_like
@@ -23,6 +24,8 @@ from fsdp_engine.comm.lanes import Ticket
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import HOST, Memory
 
+# DiLoCo's outer optimizer (https://arxiv.org/abs/2311.08105, section 3).
+NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 _CHECKED = 2**20  # words of a checksum at once
 # The role under which `Engine.memory_bytes` reports outer weights.
 _ROLE = "outer weights"
@@ -187,7 +190,7 @@ class Fragment:
         name. Values that are not per element are equal for all parameters of the fragment."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.optimizer.state.get(self._outer, {}).items():
-            if isinstance(value, Tensor) and value.shape == self._outer.shape:
+            if self._is_elementwise(value):
                 found[key] = self._views(value)
             elif value is not None:
                 plain = value.item() if isinstance(value, Tensor) else value
@@ -239,7 +242,6 @@ class Fragment:
         """Load a result of :meth:`flat_state` of a rank with the same shards."""
         self._outer.copy_(state["weights"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.exchange = None
 
     def _copy(self, values: dict[str, Any], flat: Tensor) -> None:
         for name, target in self._views(flat).items():
@@ -254,11 +256,11 @@ class Fragment:
 
     def _elementwise_state(self) -> list[Tensor]:
         state = self.optimizer.state.get(self._outer, {}).values()
-        return [
-            value
-            for value in state
-            if isinstance(value, Tensor) and value.shape == self._outer.shape
-        ]
+        return [value for value in state if self._is_elementwise(value)]
+
+    def _is_elementwise(self, value: Any) -> bool:
+        """Whether a value of the optimizer's state has an element for each outer weight."""
+        return isinstance(value, Tensor) and value.shape == self._outer.shape
 
     def _frozen_parts(self, flat: Tensor) -> Iterator[Tensor]:
         """Yields this rank's parts of ``flat`` of parameters that were frozen since ``shard()``."""

@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.engine import Engine
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_module, implementation
-from fsdp_engine.extensions.outer_optimizer.fragment import Fragment
+from fsdp_engine.extensions.outer_optimizer.fragment import NESTEROV, Fragment
 from fsdp_engine.extensions.outer_optimizer.outer_training import OuterTraining, fragments_of
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.sharded_step import is_elementwise
@@ -37,7 +37,6 @@ from fsdp_engine.strategies import Axis, Role, Strategy
 from fsdp_engine.units.build import EngineSetup, Resources
 
 UNITS = "units"
-_SGD = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class OuterOptimizer(EngineExtension):
     """
 
     every: int
-    optimizer: Callable[[list[nn.Parameter]], Optimizer] = field(default=_SGD)
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] = field(default=NESTEROV)
     bits: int | None = None
     fragments: int | str = 1
     delay: int = 0
@@ -169,19 +168,10 @@ class OuterOptimizer(EngineExtension):
                 "optimizer: expected one over the parameters that the function was given, in one "
                 f"group; found one over {len(given)} parameters in {len(made.param_groups)} groups"
             )
+        setup.kept[OuterOptimizer] = {**made.param_groups[0], "params": ()}
         if self.bits is not None:
             find_module("quantized_reduction", "bits")
-        if setup.experts is not None:
-            raise ValueError(
-                "extensions: expected a model without experts on other ranks for OuterOptimizer; "
-                "found an expert mesh"
-            )
-        for record in setup.plan.records:
-            if record.spread is not None:
-                raise ValueError(
-                    f"{record.name}: expected a parameter that is not tensor-parallel, with "
-                    "OuterOptimizer; found a DTensor over other mesh dimensions"
-                )
+        self.refuse_other_ranks(setup)
         trainable = [
             [each for each in unit.buffers if each.kind.requires_grad] for unit in setup.plan.units
         ]
@@ -209,8 +199,7 @@ class OuterOptimizer(EngineExtension):
         whole, settings = setup.data.part_of, setup.settings
         assert whole is not None
         signatures = [each.signature() for each in settings.extensions]
-        made = self.optimizer([nn.Parameter(allocator.zeros(1, torch.float32, "cpu"))])
-        numbers = [{**each, "params": ()} for each in made.param_groups]
+        numbers = setup.kept[OuterOptimizer]
         values = (settings.policy, settings.options, signatures, numbers, setup.plan.signature())
         own = hashlib.sha256(repr(values).encode()).hexdigest()
         digests = agree("shard()", None, whole.control_group, own)

@@ -49,8 +49,6 @@ class OuterTraining(GradientObserver):
         num_replicas: Number of replicas.
     """
 
-    sees_all_ranks = True
-
     def __init__(
         self,
         engine: Engine,
@@ -249,11 +247,7 @@ class OuterTraining(GradientObserver):
 
     def _check_at_rest(self, what: str) -> None:
         self._engine.check_trained_weights(what)
-        if not self._engine.scheduler.is_at_rest:
-            raise RuntimeError(
-                f"{what}: expected no forward or backward in progress; found a "
-                f"{self._engine.scheduler.phase}"
-            )
+        self._engine.scheduler.check_at_rest(what)
 
     def _check_restarted(self, what: str) -> None:
         if self._loaded_replicas != self.num_replicas:

@@ -103,11 +103,7 @@ class KeptErrors:
             self._load(buffer, state_dict)
 
     def _begin(self, what: str) -> None:
-        if not self._engine.scheduler.is_at_rest:
-            raise RuntimeError(
-                f"errors of reductions, {what}: expected no forward or backward in progress; found "
-                f"a {self._engine.scheduler.phase}"
-            )
+        self._engine.scheduler.check_at_rest(f"errors of reductions, {what}")
         self._engine.await_ranks()
         self._engine.wait_for_reductions()
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchft.coordination import LighthouseServer
 
 import fsdp_engine as fe
 from fsdp_engine.integrations.torchft_outer import ElasticOuterReplicas
 from tests import reference
+from tests.integrations.lighthouses import lighthouse_for
 from tests.models import odd_model, vector_batch
 from tests.pool import on_ranks
 from tests.reference import full_weights
@@ -32,14 +30,10 @@ def make_model() -> nn.Module:
     return odd_model()
 
 
-def train_period(
-    model: nn.Module, optimizer: Any, steps: Any, replica: int, ranks: int = 1
-) -> None:
-    """Train the inner steps of a period on the batches of ``ranks`` inner ranks, one after the
-    other, or of this rank alone."""
+def train_period(model: nn.Module, optimizer: Any, steps: Any, replica: int) -> None:
+    """Train the inner steps of a period."""
     for step in steps:
-        for inner in range(ranks):
-            (model(*vector_batch(2, 100 * step + 10 * replica + inner, 7)) / ranks).backward()
+        model(*vector_batch(2, 100 * step + 10 * replica, 7)).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -102,6 +96,9 @@ class Replica:
         self.replicas.exchange()
         return self.replicas.num_replicas
 
+    def close(self) -> None:
+        self.replicas.close()
+
     def check(self, expected: list[nn.Parameter]) -> None:
         weights = full_weights(self.model).values()
         for found, value in zip(weights, expected, strict=True):
@@ -110,31 +107,8 @@ class Replica:
             assert torch.equal(reference.full(value), full_weights(self.model)[name])
 
 
-@contextmanager
-def lighthouse(min_replicas: int) -> Iterator[Callable[..., Replica]]:
-    """Makes replicas, which it closes when all ranks are here again."""
-    server, address = None, [""]
-    if dist.get_rank() == 0:
-        # Heartbeats are late on a busy machine.
-        times = {"join_timeout_ms": 20000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 4000}
-        server = LighthouseServer(bind="[::]:0", min_replicas=min_replicas, **times)
-        address = [server.address()]
-    dist.broadcast_object_list(address)
-    joined: list[Replica] = []
-
-    def join(*arguments: Any, **options: Any) -> Replica:
-        joined.append(Replica(address[0], *arguments, **options))
-        return joined[-1]
-
-    try:
-        yield join
-        dist.barrier()
-        for replica in joined:
-            replica.replicas.close()
-        dist.barrier()
-    finally:
-        if server is not None:
-            server.shutdown()
+# Heartbeats are late on a busy machine.
+lighthouse = partial(lighthouse_for, Replica, join_timeout_ms=20000, heartbeat_timeout_ms=4000)
 
 
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -168,18 +167,13 @@ def resume_on_one_rank(folder: str, way: dict[str, Any]) -> None:
     # The batches of two inner ranks, on one.
     for step in range(6, 12):
         for inner in range(2):
-            with run.engine.no_sync() if not inner else _nothing():
+            with run.engine.no_sync() if not inner else nullcontext():
                 (run.model(*batch_of(step, run.place[0], inner)) / 2).backward()
         run.engine.clip_grad_norm_(0.5)
         run.optimizer.step()
         run.optimizer.zero_grad()
         run.outer.step(run.engine)
     run.check(simulated((2, 2), way).run(12))
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def test_another_number_of_replicas_starts_from_the_outer_weights(
@@ -457,7 +451,7 @@ def test_a_state_has_hyperparameters_and_the_last_exchange() -> None:
     with (
         pytest.warns(UserWarning, match=r"that of replica 1; found that of replica 0")
         if (run.place[0])
-        else _nothing()
+        else nullcontext()
     ):
         again.outer.state(again.engine).load_state_dict({**saved, "replica": 0})
 
