@@ -56,6 +56,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         # The offered step with its header and tensors. None: there is no offer, and weights may
         # change.
         self._offer: tuple[int, bytes, list[Tensor]] | None = None
+        # The number of receivers of the offer that have not begun to receive.
+        self._num_expected = 0
         # The steps that connected receivers wait for.
         self._requests: dict[socket.socket, int] = {}
         self._connections: list[socket.socket] = []
@@ -82,7 +84,18 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         header = pickle.dumps(([(each.dtype, each.shape) for each in tensors], body.getvalue()))
         with self._changed:
             self._offer = (step, header, tensors)
+            self._num_expected = len(dst_ranks)
             self._changed.notify_all()
+
+    def await_receivers(self) -> None:
+        """Wait until each receiver of the offer has the state, has failed, or has not connected for
+        the timeout. The offer is withdrawn then, and the tensors may be changed."""
+        with self._changed:
+            if self._offer is None:
+                return
+            self._changed.wait_for(lambda: self._num_expected <= 0, self._timeout)
+            self.withdraw()
+            self._changed.wait_for(lambda: not self._connections)
 
     def withdraw(self) -> None:
         """Withdraw the offer of the current step. Returns immediately.
@@ -168,6 +181,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
                     offer = self._offer if self._offers(step) else None
                     if offer is not None:
                         self._connections.append(connection)
+                        self._num_expected -= 1
+                        self._changed.notify_all()
                 if offer is None:
                     connection.sendall(_LENGTH.pack(-1))
                     return

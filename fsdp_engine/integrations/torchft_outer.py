@@ -121,6 +121,9 @@ class ElasticOuterReplicas(ManagedReplica):
             if not self._has_begun:
                 self._begin_step()
         self._has_begun = False
+        # The state of the optimizer is sent without a copy, and the inner steps change it. All
+        # replicas await the receiver at the end of the period anyway.
+        self._transport.await_receivers()
         yield from range(self.step * self._every, (self.step + 1) * self._every)
 
     def exchange(self) -> None:

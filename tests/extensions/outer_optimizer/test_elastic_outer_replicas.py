@@ -6,6 +6,7 @@ import copy
 import time
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
+from fsdp_engine.integrations import state_transport
 from fsdp_engine.integrations.torchft_outer import ElasticOuterReplicas
 from tests import reference
 from tests.integrations.lighthouses import lighthouse_for
@@ -126,9 +128,16 @@ def test_replicas_train_as_those_of_one_process(level: str) -> None:
 @on_ranks(2)
 def test_a_lost_replica_loses_its_period_and_comes_again() -> None:
     rank = dist.get_rank()
+    send = state_transport._send
+
+    def send_slowly(*arguments: Any) -> None:
+        time.sleep(0.02)  # inner steps of the sender must not change what it sends
+        send(*arguments)
+
     meshes = [mesh_of(2, 1)["inner"] for _ in range(2)]
     expected = Simulation(2)
-    with lighthouse(1) as join:
+    slow = mock.patch.object(state_transport, "_send", send_slowly)
+    with slow, lighthouse(1) as join:
         dist.barrier()
         replica = join(meshes[0], rank, "optim_grads_params")
         dist.barrier()
