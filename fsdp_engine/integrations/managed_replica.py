@@ -17,14 +17,14 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_engine.accelerator import is_accelerator
 from fsdp_engine.buffers.gradient_memory import like
@@ -215,6 +215,8 @@ class ManagedReplica:
         return {
             "expected": self._expected(),
             "weights": self._weights(),
+            # Copies, since a forward may change buffers while they are sent.
+            "buffers": {name: each.clone() for name, each in _saved_buffers(self._engine.model)},
             "optimizer": {
                 **optimizer,
                 "state": {
@@ -238,6 +240,9 @@ class ManagedReplica:
                 "extras and arguments"
             )
         self._load_weights(state["weights"])
+        with torch.no_grad():
+            for name, buffer in _saved_buffers(self._engine.model):
+                buffer.copy_(state["buffers"][name])
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         optimizer = state["optimizer"]
         self._optimizer.load_state_dict(
@@ -258,7 +263,8 @@ class ManagedReplica:
 
     def _expected(self) -> dict[str, Any]:
         """Returns the properties that must be equal on all replicas, by name: the shape, the dtype
-        and the local range of each parameter's buffer, and the arguments."""
+        and the local range of each parameter's buffer, the shapes and dtypes of module buffers, and
+        the arguments."""
         shards = {
             record.name: (
                 tuple(slot.shape),
@@ -270,8 +276,13 @@ class ManagedReplica:
             for buffer in self._engine.buffers
             for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)
         }
+        buffers = {
+            name: (tuple(each.shape), str(each.dtype))
+            for name, each in _saved_buffers(self._engine.model)
+        }
         return {
             **shards,
+            **buffers,
             **self._arguments(),
             "optimizer": type(self._optimizer).__name__,
         }
@@ -302,6 +313,14 @@ class _Slice:
 
     def __init__(self, local: Tensor) -> None:
         self.local = local
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name and the tensor of each module buffer that a ``state_dict`` contains."""
+    for prefix, module in model.named_modules():
+        for attribute, buffer in module._buffers.items():
+            if buffer is not None and attribute not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{attribute}" if prefix else attribute, buffer
 
 
 def _local(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.kernel_interface import Options
-from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
+from fsdp_engine.planner.candidates import Candidate, candidates, is_quick, is_unsharded
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
@@ -195,7 +195,9 @@ class _Planning:
     def _simulated(self) -> tuple[Outcome, ...]:
         options = self._options
         found = self._outcomes(self._candidates)
-        if not options.quick:
+        if options.quick:
+            found += self._outcomes(self._less_sharded(found))
+        else:
             found += self._outcomes(self._more_levels(found))
         if options.tries_offloaded_activations:
             found += self._outcomes(_with_offloaded_activations(found, options.more_offloads))
@@ -302,6 +304,28 @@ class _Planning:
             if (each.is_data_parallel and not options.quick)
             or held(_in_formulas(each)) <= options.limit
         ] or tried[:1]
+
+    def _less_sharded(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
+        """Returns the candidates that a quick plan has not reached and that are usually the fastest
+        for a model that fits easily: parameters not sharded, nothing recomputed. None if no
+        candidate fits without recomputation."""
+        kept = [each for each in outcomes if each.fits and each.candidate.checkpointing is False]
+        if not kept:
+            return []
+        like = sorted_outcomes(kept)[0].candidate
+        sizes = ("microbatch_size", "microbatches") if self._search is not None else ()
+        unsized = dict.fromkeys(sizes)
+        tried = [replace(each.candidate, **unsized) for each in outcomes]
+        return [
+            each
+            for each in self._candidates
+            if each.is_data_parallel
+            and each.checkpointing is False
+            and is_unsharded(each)
+            and each.sequence == like.sequence
+            and (sizes or each.microbatch_size == like.microbatch_size)
+            and replace(each, **unsized) not in tried
+        ]
 
     def _more_levels(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
         """Returns candidates with the degrees of parallelism of the fastest one that fits, at the

@@ -169,10 +169,18 @@ def test_quick_candidates_are_those_of_level_3_first() -> None:
     assert quick_candidates(every) == expected
 
 
+def test_a_quick_plan_of_a_model_that_fits_easily_tries_all_levels() -> None:
+    quick = fe.plan(Words, words(), world_size=2, quick=True)
+    assert quick.chosen.candidate == Candidate((2,), "no_shard", "no_shard", False)
+    tried = [(each.candidate.strategy, each.candidate.checkpointing) for each in quick.outcomes]
+    assert ("optim", False) in tried and ("no_shard", True) not in tried
+    assert len(tried) == len(set(tried)) == 6
+
+
 def test_a_quick_plan_ends_when_its_time_is_over_and_a_full_one_simulates_the_others(
     simulated: list[Any],
 ) -> None:
-    quick = planned(2.0**30, quick_plan, fitting=1)
+    quick = planned(2.0**30, quick_plan, fitting=1, checkpointing=(True,))
     assert [each.candidate.strategy for each in quick.outcomes] == ["optim_grads_params"]
     levels = {"optim_grads_params", "optim", "no_shard"}
     compared = quick.replan(is_compared=True)  # all of them, whatever the time
