@@ -87,7 +87,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
 )
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.reading_weights import listed
-from fsdp_engine.checkpoint.run_state import unpack
+from fsdp_engine.checkpoint.run_state import unpack, warn_of_refused
 from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import (
     Engines,
@@ -204,6 +204,7 @@ def save_checkpoint(
         signature = tensors.signature
         if model.ranks.rank == 0:
             entries[EXTRA] = packed
+            warn_of_refused(packed, extra or {})
         entries |= tensors.section
         if model.ranks.rank == 0:
             claim_folder(folder, place_of(model.ranks, model.model_part))

@@ -202,6 +202,12 @@ def read_object(file: Any, where: str, trust: bool = False) -> Any:
         raise ValueError(f"{where}: expected an object; found {_short(error)}") from error
 
 
+def refused_names(content: bytes) -> list[str]:
+    """Returns the classes and functions for which :func:`read_object` refuses ``content`` without
+    ``trust``."""
+    return _unknown(io.BytesIO(content), "")
+
+
 def _unknown(content: io.BytesIO, message: str) -> list[str]:
     """Returns the names in a pickle that are not allowed."""
     try:

@@ -45,6 +45,7 @@ from fsdp_engine.checkpoint.run_state import (
     digests,
     random_state,
     set_random_state,
+    warn_of_refused,
 )
 from fsdp_engine.checkpoint.sharded_model import Engines, axis_sizes, join_engines, level_names
 from fsdp_engine.checkpoint.stage_place import Place, place_of
@@ -114,6 +115,7 @@ class Run:
         entries[RANKS] = {str(self.ranks.rank): tensors.pack(own, extra)}
         if self.ranks.rank == 0:
             entries[EXTRA] = tensors.pack(extra, extra)
+            warn_of_refused(entries[EXTRA], extra)
         entries |= tensors.section
         self._signature = tensors.signature
         return entries

@@ -10,14 +10,16 @@ import io
 import pickle
 import random
 import sys
+import warnings
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from fsdp_engine.accelerator import is_accelerator, module_of
-from fsdp_engine.checkpoint.inert_pickle import read_object
+from fsdp_engine.callers import user_stacklevel
+from fsdp_engine.checkpoint.inert_pickle import read_object, refused_names
 from fsdp_engine.flat_dtensor import FlatDTensor
 
 
@@ -73,19 +75,41 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         module_of(device).set_rng_state(state[device.type], device)
 
 
-def digests(value: Any, path: str = "") -> dict[str, str]:
+def digests(value: Any) -> dict[str, str]:
     """Returns a digest of each plain value in containers, by its path, by which ranks are
     compared."""
+    return {path: _digest(each) for path, each in _plain_values(value)}
+
+
+def _plain_values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the path and the value of each item of nested containers."""
     if isinstance(value, Mapping):
         items = [(str(key), each) for key, each in value.items()]
     elif isinstance(value, list | tuple):
         items = [(str(index), each) for index, each in enumerate(value)]
     else:
-        return {path: _digest(value)}
-    found: dict[str, str] = {}
+        yield path, value
+        return
     for key, each in items:
-        found |= digests(each, f"{path}.{key}" if path else key)
-    return found
+        yield from _plain_values(each, f"{path}.{key}" if path else key)
+
+
+def warn_of_refused(packed: bytes, extra: Mapping[str, Any]) -> None:
+    """Warn if a load of ``packed``, which contains the states ``extra``, will be refused without
+    ``trust=True``."""
+    if not (names := refused_names(packed)):
+        return
+    refused = (path for path, each in _plain_values(extra) if not _is_allowed(each))
+    warnings.warn(
+        f"{next(refused, 'extra')} in extra: expected numbers, texts, tensors and containers of "
+        f"them; found {', '.join(names)}. It is saved, and a load refuses it without trust=True, "
+        "since it could run code. Let state_dict() return plain values",
+        stacklevel=user_stacklevel(),
+    )
+
+
+def _is_allowed(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) or not refused_names(pack(value))
 
 
 def _digest(value: Any) -> str:
