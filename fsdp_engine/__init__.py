@@ -9,7 +9,7 @@ import pkgutil
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from fsdp_engine.extension_list import find_name
+from fsdp_engine.extension_list import find_name, names_of
 
 if TYPE_CHECKING:
     from fsdp_engine.checkpoint import (
@@ -145,7 +145,9 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        known = {each.lower(): each for each in names_of("names")}
+        hint = f". Did you mean: {known[name.lower()]!r}?" if name.lower() in known else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
     warnings.warn(
         f"fsdp_engine.{name} is deprecated and will be removed in 0.3; use "
         f"fsdp_engine.{_RENAMED[name]}",

@@ -120,6 +120,10 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension(
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
+        advice=[
+            (name, "where they have different numbers of batches, use engine.even_batches(loader)")
+            for name in ("all-gather", "reduce-scatter", "all-reduce")
+        ],
     ),
     Extension("kept_tensors", classes=[("KeptTensors", "kept_tensors.FoundTensors")]),
     Extension(
@@ -265,7 +269,7 @@ def from_deprecated(argument: str, value: object) -> list[Any]:
 def advice_for(operation: str) -> str:
     """Returns the advice of extensions for errors of the operation named ``operation``."""
     known = chain.from_iterable(each.advice for each in EXTENSIONS)
-    return " ".join(text for start, text in known if operation.startswith(start))
+    return "; ".join(text for start, text in known if operation.startswith(start))
 
 
 def implementation(plain: type[T]) -> type[T]:

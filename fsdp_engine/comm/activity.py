@@ -141,7 +141,8 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
         f"{what} did not complete: another rank failed, or did not begin it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
         "All ranks must make the same calls: also evaluation, saving and norms wait for every rank"
-        f"{advice and '; '}{advice}. ({error})"
+        f"{advice and '; '}{advice}. The cause may be an earlier call that one rank has made once "
+        f"more. ({error})"
     )
 
 

@@ -5,8 +5,8 @@ A replica is a separate job (a torchrun with its process groups) that trains one
 level. torchft's lighthouse tracks which replicas are alive. Gradients that a replica has reduced
 are summed over the replicas of the step, and a step is committed only if all sums have succeeded.
 If a replica is lost, the others repeat the step, including its microbatches. A replica that is
-restarted gets weights, module buffers, optimizer state and further state from a living replica, over the network,
-while the others compute.
+restarted gets weights, module buffers, optimizer state and further state from a living replica,
+over the network, while the others compute.
 
 [Note: One trajectory]
 A step has ``num_microbatches`` over all replicas, numbered from 0. Each replica trains a range of

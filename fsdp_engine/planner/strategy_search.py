@@ -313,9 +313,13 @@ class _Planning:
         if not kept:
             return []
         like = sorted_outcomes(kept)[0].candidate
-        sizes = ("microbatch_size", "microbatches") if self._search is not None else ()
-        unsized = dict.fromkeys(sizes)
-        tried = [replace(each.candidate, **unsized) for each in outcomes]
+
+        def without_batch(each: Candidate) -> Candidate:
+            if self._search is None:
+                return each
+            return replace(each, microbatch_size=None, microbatches=None)
+
+        tried = [without_batch(each.candidate) for each in outcomes]
         return [
             each
             for each in self._candidates
@@ -323,8 +327,8 @@ class _Planning:
             and each.checkpointing is False
             and is_unsharded(each)
             and each.sequence == like.sequence
-            and (sizes or each.microbatch_size == like.microbatch_size)
-            and replace(each, **unsized) not in tried
+            and without_batch(each).microbatch_size == without_batch(like).microbatch_size
+            and without_batch(each) not in tried
         ]
 
     def _more_levels(self, outcomes: Sequence[Outcome]) -> list[Candidate]:

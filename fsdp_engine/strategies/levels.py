@@ -92,10 +92,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Level:
-    """One sharding level along one axis: its name, its value (0 to 3), and its formulas."""
+    """One sharding level along one axis: its name, its value (0 to 3), its name elsewhere, and its
+    formulas."""
 
     name: str
     value: int
+    known_as: str
 
     def shards(self, role: Role) -> bool:
         """Returns whether this level shards ``role`` along its axis."""
@@ -117,7 +119,7 @@ class NoShard(Level):
         return Traffic(0.0, 0.0, 2 * (size - 1) / size, 0.0)
 
 
-NO_SHARD = NoShard("no_shard", 0)
+NO_SHARD = NoShard("no_shard", 0, "DDP")
 
 
 class Optim(Level):
@@ -128,7 +130,7 @@ class Optim(Level):
         return Traffic(factor, 0.0, factor, 0.0)
 
 
-OPTIM = Optim("optim", 1)
+OPTIM = Optim("optim", 1, "ZeRO-1")
 
 
 class OptimGrads(Level):
@@ -139,7 +141,7 @@ class OptimGrads(Level):
         return Traffic(factor, 0.0, 0.0, factor)
 
 
-OPTIM_GRADS = OptimGrads("optim_grads", 2)
+OPTIM_GRADS = OptimGrads("optim_grads", 2, "ZeRO-2")
 
 
 class OptimGradsParams(Level):
@@ -150,4 +152,4 @@ class OptimGradsParams(Level):
         return Traffic(0.0, 2 * factor, 0.0, factor)
 
 
-OPTIM_GRADS_PARAMS = OptimGradsParams("optim_grads_params", 3)
+OPTIM_GRADS_PARAMS = OptimGradsParams("optim_grads_params", 3, "ZeRO-3, FSDP")

@@ -49,7 +49,8 @@ def level_from_name(name: str, field: str) -> Level:
     try:
         return LEVELS[name]
     except (KeyError, TypeError):
-        raise ValueError(f"{field}: expected one of {', '.join(LEVELS)}; found {name!r}") from None
+        known = ", ".join(f"{level.name} ({level.known_as})" for level in LEVELS.values())
+        raise ValueError(f"{field}: expected one of {known}; found {name!r}") from None
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,8 @@ def test_averages_of_torchs_averaged_model_continue(level: str) -> None:
 
 @on_ranks(2)
 def test_bad_arguments_and_calls_are_refused() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'Ema'\. Did you mean: 'EMA'\?"):
+        fe.Ema  # noqa: B018
     model, engine, optimizer = build(odd_model, {})
     for call, error, words in (
         (lambda: fe.EMA(model), TypeError, "engine: expected the result of fe.shard"),
