@@ -273,11 +273,6 @@ def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
     return sorted(filter(is_quick, every), key=rank)
 
 
-def is_unsharded(candidate: Candidate) -> bool:
-    """Returns whether each rank has all compute weights of a quick plan's candidate."""
-    return candidate.strategy != _QUICK[0][0]
-
-
 def is_quick(candidate: Candidate) -> bool:
     """Returns whether a quick plan tries the candidate."""
     is_one_axis = len(candidate.mesh) == 1

@@ -70,7 +70,7 @@ class PlanOptions(PlanFields):
             number of microbatches that gives this batch. None: use the batch and ``microbatches``.
         sequences: Sequence lengths to try. None: only the length of the batch.
         quick: Try the candidates that are most often the best, level 3 and HSDP first, until four
-            fit; and ZeRO-1 and DDP without recomputation, if a candidate fits without it.
+            fit; and the others of them without recomputation, if one without it fits.
             ``StrategyPlan.full`` tries the others.
         compile: Blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
             not do.

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.kernel_interface import Options
-from fsdp_engine.planner.candidates import Candidate, candidates, is_quick, is_unsharded
+from fsdp_engine.planner.candidates import Candidate, candidates, is_quick
 from fsdp_engine.planner.estimates import Estimate, OffloadLevelError, estimate
 from fsdp_engine.planner.fewer_blocks import find_repeated
 from fsdp_engine.planner.job import BatchSearch, Job, Known
@@ -196,7 +196,7 @@ class _Planning:
         options = self._options
         found = self._outcomes(self._candidates)
         if options.quick:
-            found += self._outcomes(self._less_sharded(found))
+            found += self._outcomes(self._without_recomputation(found))
         else:
             found += self._outcomes(self._more_levels(found))
         if options.tries_offloaded_activations:
@@ -305,10 +305,9 @@ class _Planning:
             or held(_in_formulas(each)) <= options.limit
         ] or tried[:1]
 
-    def _less_sharded(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
-        """Returns the candidates that a quick plan has not reached and that are usually the fastest
-        for a model that fits easily: parameters not sharded, nothing recomputed. None if no
-        candidate fits without recomputation."""
+    def _without_recomputation(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
+        """Returns the candidates of a quick plan that were not reached and recompute nothing, which
+        are the fastest if they fit. None if no candidate that recomputes nothing fits."""
         kept = [each for each in outcomes if each.fits and each.candidate.checkpointing is False]
         if not kept:
             return []
@@ -323,9 +322,8 @@ class _Planning:
         return [
             each
             for each in self._candidates
-            if each.is_data_parallel
+            if each.degrees == like.degrees
             and each.checkpointing is False
-            and is_unsharded(each)
             and each.sequence == like.sequence
             and without_batch(each).microbatch_size == without_batch(like).microbatch_size
             and without_batch(each) not in tried
