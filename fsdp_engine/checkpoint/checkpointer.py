@@ -320,7 +320,11 @@ class Checkpointer:
         try:
             same = {"step": step, "optimizer": self._run.optimizer_kind}
             told = agree_on_same(
-                "save()", error, self._control, same, (staging, self._run.extra_digest)
+                f"Checkpointer.save({step})",
+                error,
+                self._control,
+                same,
+                (staging, self._run.extra_digest),
             )
             self._run.check_extra_tensors([digest for _, digest in told])
         except Exception:
@@ -400,7 +404,8 @@ class _Save(threading.Thread):
         if self in _UNOBSERVED:
             _UNOBSERVED.remove(self)
         reason = "" if self._error is None else _reason(self._error)
-        reasons: list[Any] = gather_objects(reason, self._checkpointer._control)
+        what = f"the end of Checkpointer's save of step {self.step}"
+        reasons: list[Any] = gather_objects(reason, self._checkpointer._control, what)
         reason = reason or next(filter(None, reasons), "")
         if reason:
             raise RuntimeError(f"saving step {self.step} failed: {reason}") from self._error

@@ -162,7 +162,8 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
     trust: TrustOption = False,
 ) -> None:
-    """Write the model's tensors as safetensors, in Hugging Face's layout."""
+    """Write the model's tensors as safetensors, in Hugging Face's layout. A tied weight is written
+    under each of its names: read such a file with safetensors.torch.load_file."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _errors_reported():

@@ -197,7 +197,7 @@ def check_same_tensors(
     """
     if len(set(digests)) < 2:
         return
-    found: list[Any] = gather_objects(list(signature), group)
+    found: list[Any] = gather_objects(list(signature), group, "a save of extra")
     for rank, lines in enumerate(found):
         for one, other, where in ((found[0], lines, (0, rank)), (lines, found[0], (rank, 0))):
             for line in one:

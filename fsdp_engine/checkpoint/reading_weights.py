@@ -82,14 +82,14 @@ class Match:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Returns problems of a load as indented lines, with advice about names of compiled models."""
+    """Returns problems of a load as indented lines, after advice about names of compiled models."""
     lines = "".join(f"\n  {each}" for each in problems)
-    if "_orig_mod." in lines:
-        lines += (
-            "\ntorch.compile(model) puts _orig_mod. before names: compile the model in both jobs, "
-            "or in neither. block.compile() keeps the names"
-        )
-    return lines
+    if "_orig_mod." not in lines:
+        return lines
+    return (
+        ". torch.compile(model) puts _orig_mod. before names: compile the model in both jobs, or "
+        f"in neither. block.compile() keeps the names{lines}"
+    )
 
 
 def whole(stored: TensorInFile) -> Pieces:

@@ -249,7 +249,8 @@ class Run:
             warn(
                 f"{self.ranks.size} ranks load what {manifest.world_size} saved, so random states "
                 "stay as they are, and a loop that draws its batches by them repeats the first "
-                "ones. Seed each step by its number, or call torch.manual_seed(seed + step) now"
+                "ones. Seed each step by its number and the rank, or call "
+                "torch.manual_seed(seed + step * ranks + rank) now"
             )
         if of_rank_0:
             more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""
@@ -287,10 +288,12 @@ class Run:
             rows: Digests by path of each ``extra`` of a saved rank that this rank has read.
         """
         control = self.ranks.control_group
-        firsts: list[Any] = gather_objects(rows[0] if self.ranks.is_first and rows else {}, control)
+        firsts: list[Any] = gather_objects(
+            rows[0] if self.ranks.is_first and rows else {}, control, "a load of extra"
+        )
         first: dict[str, str] = firsts[0]
         mine = {path for row in rows for path in first | row if row.get(path) != first.get(path)}
-        every: list[Any] = gather_objects(sorted(mine), control)
+        every: list[Any] = gather_objects(sorted(mine), control, "a load of extra")
         return sorted(set().union(*every))
 
     def _check_files(self, files: CheckpointFiles, verify: bool) -> Manifest:

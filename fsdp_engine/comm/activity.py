@@ -136,13 +136,21 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
     if (reason := monitor().reason()) is not None:
         ACTIVITY.failed = what
         return ValueError(f"{what} did not complete: {reason}")
-    missing, advice = missing_ranks(what, ranks), advice_for(what)
+    missing = missing_ranks(what, ranks)
     return RuntimeError(
         f"{what} did not complete: another rank failed, or did not begin it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
+        f"{advice_on_calls(what)} ({error})"
+    )
+
+
+def advice_on_calls(what: str) -> str:
+    """Returns advice for an operation that some ranks have not reached."""
+    advice = advice_for(what)
+    return (
         "All ranks must make the same calls: also evaluation, saving and norms wait for every rank"
         f"{advice and '; '}{advice}. The cause may be an earlier call that one rank has made once "
-        f"more. ({error})"
+        "more."
     )
 
 

@@ -171,17 +171,17 @@ def refusal(
         if flat.name and name_of(func) not in ("numpy", "__array__"):
             within = (
                 f". Modules hold the full {flat.name} only during the model's forward: call the "
-                "model; for another method of a unit or of the model, call "
-                "fe.register_forward_method(module, name) first; or work within "
-                "engine.unsharded(module). engine.full_state_dict() and fe.export_safetensors() "
-                "save full weights. Change shapes before shard()"
+                "model, for another method than forward call fe.register_forward_method(module, "
+                "name) after shard(), or work within engine.unsharded(module). "
+                "engine.full_state_dict() and fe.export_safetensors() save full weights. Change "
+                "shapes before shard()"
             )
     if name_of(func) in ("storage", "untyped_storage"):  # called by save_pretrained() of a model
         why += " (to save the model, call fe.save_pretrained(engine, folder) on all ranks)"
     error = ValueError(
         f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
-        f"and of scalars, or a full reduction; found {described}. Call .full_tensor() for "
-        f"the full tensor, .to_local() for the slice{within}"
+        f"and of scalars, or a full reduction; found {described}{within}. Call .full_tensor() for "
+        "the full tensor, .to_local() for the slice"
     )
     setattr(error, _MARK, True)
     return error
@@ -247,6 +247,7 @@ def check_change(name: str, tensor: Any) -> None:
         raise RuntimeError(
             f"{name}: expected torch.no_grad() around an in-place change; found {named}a "
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)} that requires grad"
+            f"{'. Make new parameters of parts before shard()' * (name == 'requires_grad_')}"
         )
 
 

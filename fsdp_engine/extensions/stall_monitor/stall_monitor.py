@@ -37,6 +37,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -350,7 +351,9 @@ class StallMonitor(Monitor):
             self._rank,
             activity.PATIENCE_SECONDS,
             label,
-            missing or "all ranks have reached it",
+            f"{missing}. {activity.advice_on_calls(label)}"
+            if missing
+            else "all ranks have reached it",
         )
 
 
@@ -377,11 +380,17 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
 
 
 def _user_frame(thread: int) -> str:
-    """Returns the innermost frame of a thread that is in the user's code."""
+    """Returns the innermost frame of a thread that is in the user's code, and the frame of the
+    user's code that called it, such as the loop that called a model's forward."""
     innermost = sys._current_frames().get(thread)
     frame = user_frame(innermost) or innermost
     if frame is None:
         return "its end"
+    caller = user_frame(frame.f_back)
+    return _line_of(frame) + ("" if caller is None else f", called at {_line_of(caller)}")
+
+
+def _line_of(frame: FrameType) -> str:
     code = frame.f_code
     return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
 
