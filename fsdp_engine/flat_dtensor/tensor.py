@@ -564,9 +564,9 @@ def _warn_of_pickle(flat: FlatPlacement) -> None:
     warnings.warn(
         f"torch.save of {flat.name or 'a sharded tensor'}, or of optimizer state of it: only this "
         f"rank's elements [{flat.start}, {flat.stop}) of {math.prod(flat.sharded_shape)} are "
-        "saved, and only a run with the same ranks and levels can load them. Save full weights with "
-        "engine.full_state_dict(rank0_only=True), and checkpoints that any number of ranks loads "
-        "with fe.Checkpointer; every rank must call these. This warning is shown once",
+        "saved, and only a run with the same ranks and levels can load them. Save full weights "
+        "with engine.full_state_dict(rank0_only=True), and checkpoints that any number of ranks "
+        "loads with fe.Checkpointer; every rank must call these. This warning is shown once",
         stacklevel=user_stacklevel(),
     )
 
