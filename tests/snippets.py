@@ -19,12 +19,12 @@ runs both ways, and where both set ``final_loss``, the two are equal.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -64,7 +64,8 @@ class Program:
         return self.blocks != self.before
 
     def missing_packages(self) -> list[str]:
-        return [each for each in self.needs if importlib.util.find_spec(each) is None]
+        # Not those that another test has imported from a folder of its own.
+        return [each for each in self.needs if PathFinder.find_spec(each) is None]
 
 
 def programs(page: Path) -> list[Program]:
