@@ -44,12 +44,12 @@ STEPS = [
 
 @pytest.mark.parametrize("pair", thorough_but(TWO_PAIRS, PAIRS), ids="-".join)
 def test_nothing_more_is_exposed_than_must_be(pair: tuple[str, str]) -> None:
-    # And with messages that take twice the time of compute. Where both axes gather them, the order
-    # of gathers then exposes 1.2 % of the step more.
-    both_gather = pair == ("optim_grads_params", "optim_grads_params")
+    # And with messages that take twice the time of compute. At the highest pair 1.2 % of the step
+    # more is exposed then; the cause is not known.
+    is_highest = pair == ("optim_grads_params", "optim_grads_params")
     for net, (budget, has_embedding, microbatches), more in (
         *((NETWORK, each, 0.0) for each in STEPS),
-        (network(2.0), STEPS[3], 0.0122 if both_gather else 0.0),
+        (network(2.0), STEPS[3], 0.0122 if is_highest else 0.0),
     ):
         options = {"has_embedding": has_embedding, "microbatches": microbatches}
         found = simulated(pair, net, budget=BUDGETS[budget], **options)
