@@ -73,7 +73,7 @@ def test_products_are_in_fp8_and_casts_take_time(kind: str) -> None:
     assert found.model_flops == plain.model_flops
     # All three products of a layer; "gw_hp" computes the weight's gradient in bf16.
     in_bf16 = 1 / 3 if kind == "rowwise_with_gw_hp" else 0.0
-    products, flops = _seconds(plain, "mm"), fe.H100.matrix_flops
+    products, flops = _seconds(plain, "mm"), fe.H100.processor.matrix_flops
     faster = flops[torch.float8_e4m3fn] / flops[torch.bfloat16]
     assert _seconds(found, "mm") == pytest.approx(in_bf16 * products, rel=0.01)
     in_fp8 = (1 - in_bf16) * products / faster
