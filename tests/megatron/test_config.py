@@ -44,7 +44,9 @@ DEFAULTS = {
 }
 COUNTS = dict.fromkeys(NONE, 1) | {"suggested_communication_unit_size": 0, INSTANCES: 1}
 FSDP = {"use_megatron_fsdp": True}
-LEVEL_LIST = "no_shard, optim, optim_grads, optim_grads_params"
+LEVEL_LIST = (
+    "no_shard (DDP), optim (ZeRO-1), optim_grads (ZeRO-2), optim_grads_params (ZeRO-3, FSDP)"
+)
 
 # Kind of error, the name that begins its text and words of it in their order, fields.
 REFUSED: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
@@ -104,7 +106,13 @@ REFUSED: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
     ),
     (
         ValueError,
-        (INSTANCES, f"{DISTRIBUTED}=True", "use_megatron_fsdp=True", LEVEL_LIST[10:], "'no_shard'"),
+        (
+            INSTANCES,
+            f"{DISTRIBUTED}=True",
+            "use_megatron_fsdp=True",
+            "optim, optim_grads, optim_grads_params",
+            "'no_shard'",
+        ),
         {INSTANCES: 2},
     ),
     # The named strategy counts, not use_distributed_optimizer.

@@ -90,8 +90,7 @@ def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full() -> None:
     options: Any = {"world_size": 2, "machine": DEVICE, "min_unit_size": 0}
     once = {"meshes": [(2,)], "checkpointing": (False,), "offload": None, "fitting": 1}
     plan = quick_plan(Uneven, torch.zeros(4, 8), **once, **options)
-    (level_3,) = plan.outcomes
-    assert level_3.candidate.strategy == "optim_grads_params"
+    (level_3,) = [each for each in plan.outcomes if each.candidate.strategy == "optim_grads_params"]
     assert level_3.memory == fe.simulate(Uneven, batch=torch.zeros(4, 8), **options).memory
 
 
