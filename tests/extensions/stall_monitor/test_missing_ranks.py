@@ -97,9 +97,9 @@ def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: 
         do_something_else(told)
         return
     missing = pairs[number][1]
-    where = (
-        rf"rank {missing} is at .*test_missing_ranks\.py:\d+ in do_something_else, called at .*; "
-    )
+    called = r"called at .*:\d+ in .*"
+    place = rf"test_missing_ranks\.py:\d+ in do_something_else, {called}"
+    where = rf"rank {missing} is at .*{place}; "
     if number == 0:
         with pytest.raises(RuntimeError, match=rf"did not complete.*: {where}the last it began "):
             train(model, 1)
