@@ -163,7 +163,7 @@ def export(
     trust: TrustOption = False,
 ) -> None:
     """Write the model's tensors as safetensors, in Hugging Face's layout. A tied weight is written
-    under each of its names: read such a file with safetensors.torch.load_file."""
+    once, under its first name: read such a file with safetensors.torch.load_model."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _errors_reported():

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.checkpoint.dcp_metadata import read_metadata
+from fsdp_engine.checkpoint.manifest import MANIFEST, Manifest
 from fsdp_engine.checkpoint.model_state import (
     EXTRA_STATE,
     MODEL,
@@ -110,7 +111,8 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
 def checkpoint_sources(
     folder: Path, dtype: torch.dtype | None, buffer_bytes: int, trust: bool = False
 ) -> list[Source]:
-    """Returns the model's tensors in a checkpoint. A tied weight occurs under each of its names.
+    """Returns the model's tensors in a checkpoint. A tied weight has aliases if there is a manifest;
+    otherwise, it occurs under each of its names.
 
     Args:
         folder: The folder of a checkpoint in DCP format with keys ``model.<name>``.
@@ -132,19 +134,25 @@ def checkpoint_sources(
         )
     reader = Reader(folder, metadata, buffer_bytes)
     buffer = ReadBuffer(buffer_bytes)
+    ties = Manifest.read(folder).ties if (folder / MANIFEST).is_file() else {}
+    aliases: dict[str, list[str]] = {}
+    for other, first in ties.items():
+        aliases.setdefault(first, []).append(other)
     sources = []
     for key in saved.below(MODEL):
         entry, path = saved.entries[key], saved.paths[key]
         name = (
             str(path[1]) if len(path) == 2 else EXTRA_STATE
         )  # longer paths are within extra states
-        if isinstance(entry, TensorStorageMetadata) and not is_extra_state(name):
+        is_tensor = isinstance(entry, TensorStorageMetadata) and not is_extra_state(name)
+        if is_tensor and name not in ties:
             written = _written(entry.properties.dtype, dtype)
 
             def parts(key: str = key, entry: TensorStorageMetadata = entry) -> Iterator[Part]:
                 return saved_parts(reader, key, entry, buffer)
 
-            sources.append(Source(name, tuple(entry.size), written, (), parts))
+            others = tuple(aliases.get(name, ()))
+            sources.append(Source(name, tuple(entry.size), written, others, parts))
     if not sources:
         raise ValueError(
             f"checkpoint {folder}: expected tensors under {MODEL}.<name>; found only "

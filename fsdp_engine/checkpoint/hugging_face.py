@@ -71,8 +71,8 @@ def export_safetensors(
 
     Main weights and the persistent buffers of rank 0 are written under the model's names. A tied
     weight is written once, under its first name in the order of modules; the file's header contains
-    its other names. (Checkpoints contain no information about ties, so an export from a checkpoint
-    writes a tied weight under each name.) Extra states of modules are omitted.
+    its other names. (A checkpoint without a manifest has no information about ties: from it, a tied
+    weight is written under each name.) Extra states of modules are omitted.
 
     Args:
         engine_or_path: The result of ``fsdp_engine.shard``; the call is then collective over its

@@ -69,6 +69,7 @@ class Description:
         step, world_size, mesh, strategy, libraries: The values in the manifest.
         saved_at: The time of completion, in ISO 8601.
         trainable_only: Whether it was saved without frozen parameters.
+        ties: The other names of tied weights, by their first names.
         num_files, num_bytes: The number and the total bytes of existing files.
         missing_files, stray_files: Names of files that do not exist, and of files that do not
             belong to the checkpoint.
@@ -89,6 +90,7 @@ class Description:
     strategy: dict[str, str] | None
     libraries: dict[str, str] | None
     trainable_only: bool
+    ties: dict[str, str]
     num_files: int
     num_bytes: int
     missing_files: list[str]
@@ -130,6 +132,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
         strategy=None if manifest is None else manifest.strategy,
         libraries=None if manifest is None else manifest.libraries,
         trainable_only=saved.is_trainable_only,
+        ties={} if manifest is None else manifest.ties,
         num_files=num_files,
         num_bytes=num_bytes,
         missing_files=sorted(name for name in files if not (checkpoint.folder / name).is_file()),

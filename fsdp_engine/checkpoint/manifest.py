@@ -11,7 +11,8 @@
 
 The manifest of a checkpoint without frozen parameters contains ``"trainable_only": true`` and has
 format version 2. With sharded tensors within ``extra``, or with ``"stage"``, the place of a
-pipeline's stage, it has version 3.
+pipeline's stage, it has version 3. With ``"ties": {"head.weight": "embedding.weight"}``, the other
+names of tensors by their first names, it has version 4.
 
 The manifest is written last. The checksum of a file detects changes after the write: CRC-32 detects
 all bursts of up to 32 bits, and misses one in four billion of other damages. It does not protect
@@ -38,8 +39,8 @@ from fsdp_engine.checkpoint.model_state import EXTRA_TENSORS
 
 MANIFEST = "manifest.json"
 # The newest format that this code reads. Older code refuses a format with a higher number.
-FORMAT_VERSION = 3
-_OF_TRAINABLE, _OF_WHOLE_MODELS = 2, 1
+FORMAT_VERSION = 4
+_OF_EXTRA_OR_STAGE, _OF_TRAINABLE, _OF_WHOLE_MODELS = 3, 2, 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
@@ -82,6 +83,7 @@ class Manifest:
     libraries: dict[str, str]
     trainable_only: bool = False
     stage: dict[str, str] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write and sync the manifest in ``folder``."""
@@ -91,7 +93,11 @@ class Manifest:
         version = _OF_TRAINABLE if self.trainable_only else _OF_WHOLE_MODELS
         if not self.stage:
             del values["stage"]
+        if not self.ties:
+            del values["ties"]
         if self.stage or any(row.name.startswith(f"{EXTRA_TENSORS}.") for row in self.tensors):
+            version = _OF_EXTRA_OR_STAGE
+        if self.ties:
             version = FORMAT_VERSION
         text = json.dumps({"crc32": _NO_CRC, "format_version": version, **values}, indent=1)
         with open(folder / MANIFEST, "w", encoding="utf-8") as file:
@@ -149,6 +155,7 @@ class Manifest:
             "strategy": _is_dict_of(self.strategy, str),
             "libraries": _is_dict_of(self.libraries, str),
             "stage": _is_dict_of(self.stage, str),
+            "ties": _is_dict_of(self.ties, str),
             "trainable_only": type(self.trainable_only) is bool,
             "tensors": all(
                 type(row.name) is str

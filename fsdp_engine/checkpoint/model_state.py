@@ -181,6 +181,21 @@ def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict
     return entries
 
 
+def ties(engine: ShardedModel) -> dict[str, str]:
+    """Returns the other names of the tensors with several names, and for each of them the first
+    name in the order of modules. Experts, which checkpoints contain under other names, are left
+    out."""
+    params = saved_params(engine)
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for name, value in _model_state(engine.model).items():
+        param = params.get(id(value))
+        if isinstance(value, Tensor) and not (param is not None and param.is_of_experts):
+            if first.setdefault(id(value), name) != name:
+                found[name] = first[id(value)]
+    return found
+
+
 def match_model(
     engine: ShardedModel, saved: Saved, *, trainable_only: bool = False
 ) -> tuple[Targets, list[str], list[str]]:

@@ -36,7 +36,7 @@ from fsdp_engine.checkpoint.manifest import (
     library_versions,
     tensor_rows,
 )
-from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, Saved
+from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, Saved, ties
 from fsdp_engine.checkpoint.optimizer_state import optimizer_kind
 from fsdp_engine.checkpoint.reader import check_sizes, verify_files
 from fsdp_engine.checkpoint.run_state import (
@@ -160,6 +160,7 @@ class Run:
                 libraries=library_versions(),
                 trainable_only=self._trainable_only,
                 stage=self.place,
+                ties=ties(self._engine),
             )
             manifest.write(folder)
             publish()

@@ -77,6 +77,8 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
         line("libraries", ", ".join(f"{name} {value}" for name, value in found.libraries.items()))
     if found.trainable_only:
         line("parameters", "those that were trainable; frozen ones are not in it")
+    if found.ties:
+        line("tied", listed([f"{name} is {first}" for name, first in found.ties.items()]))
     line("files", f"{found.num_files}, {format_bytes(found.num_bytes)}")
     if found.missing_files:
         line("MISSING", listed(found.missing_files))

@@ -420,8 +420,9 @@ def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Pa
     # Older code refuses a part of a model, and does not know the place of a stage.
     part = dataclasses.replace(plain, trainable_only=True)
     stage = dataclasses.replace(part, stage={"pp": "1 of 2"})
-    assert FORMAT_VERSION == 3
-    for version, manifest in enumerate((plain, part, stage), 1):
+    tied = dataclasses.replace(plain, ties={"b": "a"})
+    assert FORMAT_VERSION == 4
+    for version, manifest in enumerate((plain, part, stage, tied), 1):
         manifest.write(tmp_path)
         assert Manifest.read(tmp_path) == manifest
         content = json.loads((tmp_path / MANIFEST).read_text())
@@ -440,7 +441,7 @@ def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Pa
         ("tensors", [{"name": "a", "shape": [1], "dtype": "nn"}]),
         ("files", {"a": {"bytes": "x", "crc32": "00000001"}}),
         ("files", {"../a": {"bytes": 1, "crc32": "00000001"}}),
-        ("libraries", 3),
+        *(("libraries", 3), ("ties", {"b": 1})),
     ]
     damaged = ["", "[]", "{}", '{"format_version": 1}', "\udcff", "[" * 100_000]
     for text in (*damaged, *(changed(*each) for each in fields)):

@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import hugging_face, reading_weights, safetensors_folder
 from fsdp_engine.checkpoint.hugging_face import export_safetensors, load_safetensors
+from fsdp_engine.checkpoint.offline import find_folders
 from fsdp_engine.checkpoint.reader import Reader
 from fsdp_engine.checkpoint.safetensors_folder import (
     INDEX,
@@ -196,6 +197,7 @@ def test_sizes_are_positive_and_decimal() -> None:
 def save_and_export(folder: str) -> None:
     _, engine, optimizer = trained(LEVEL_3)
     fe.save_checkpoint(f"{folder}/checkpoint", engine, optimizer)
+    fe.Checkpointer(f"{folder}/job", engine, optimizer).save(1)
     export_safetensors(engine, f"{folder}/engine", torch.bfloat16, 2000)
     export_safetensors(engine, f"{folder}/engine-exact")
     cut = {
@@ -221,12 +223,24 @@ def test_a_checkpoint_exports_as_its_engine_does(ranks: Ranks, tmp_path: Path) -
             call(*options[name], progress=told.append)
             export_safetensors(str(tmp_path / "cut"), str(tmp_path / "cut-out"))
         found, expected = exported(tmp_path / "out"), exported(tmp_path / name)
-        # A checkpoint does not say which tensors are tied.
+        # A checkpoint without a manifest does not say which tensors are tied.
         for dropped, kept in TIED.items():
             assert torch.equal(found.pop(dropped), expected[kept])
         assert different(found, expected) == []
         assert sum(told) == num_bytes  # as they are in the checkpoint
         assert different(exported(tmp_path / "cut-out"), PLAIN) == []
+
+
+def test_an_export_from_a_checkpoint_with_a_manifest_has_tied_weights_once(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks.run(save_and_export, str(tmp_path))
+    (folder,) = find_folders(tmp_path / "job", None)
+    export_safetensors(folder, tmp_path / "out")
+    found, expected = tmp_path / "out" / SINGLE, tmp_path / "engine-exact" / SINGLE
+    assert different(load_file(found), load_file(expected)) == []
+    with safe_open(found, "pt") as ours, safe_open(expected, "pt") as of_engine:
+        assert ours.metadata() == of_engine.metadata() == {"format": "pt", **TIED}
 
 
 def test_a_source_that_is_no_checkpoint_of_a_model_is_refused(tmp_path: Path) -> None:
