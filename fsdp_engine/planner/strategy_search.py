@@ -193,6 +193,14 @@ class _Planning:
         )
 
     def _simulated(self) -> tuple[Outcome, ...]:
+        with plan_progress(self._options.progress) as shown, _frozen_objects():
+            self._job.progress = shown
+            try:
+                return self._all_outcomes()
+            finally:
+                self._job.progress = PlanProgress()
+
+    def _all_outcomes(self) -> tuple[Outcome, ...]:
         options = self._options
         found = self._outcomes(self._candidates)
         if options.quick:
@@ -215,23 +223,21 @@ class _Planning:
         options, job = self._options, self._job
         most = QUICK_FITTING if options.quick and not self._request.is_compared else None
         found: list[Outcome] = []
-        with plan_progress(options.progress) as shown, _frozen_objects():
-            job.progress = shown
-            shown.add(len(tried))
-            for each in tried:
-                if most is not None and sum(bool(other.fits) for other in found) >= most:
-                    break
-                try:
-                    chosen = each if self._search is None else self._search.sized(each)
-                    found.append(job.outcome(chosen, options.limit))
-                except SimulationError as error:
-                    is_default = options.checkpointing is None and each.checkpointing == SELECTIVE
-                    if error.needs_values or not is_default:
-                        raise
-                    warnings.warn(f"plan: left out {each}: {error}", stacklevel=5)
-                else:
-                    shown.found(found[-1], self._setting.item)
-        job.progress = PlanProgress()
+        job.progress.add(len(tried))
+        for number, each in enumerate(tried):
+            if most is not None and sum(bool(other.fits) for other in found) >= most:
+                job.progress.add(number - len(tried))
+                break
+            try:
+                chosen = each if self._search is None else self._search.sized(each)
+                found.append(job.outcome(chosen, options.limit))
+            except SimulationError as error:
+                is_default = options.checkpointing is None and each.checkpointing == SELECTIVE
+                if error.needs_values or not is_default:
+                    raise
+                warnings.warn(f"plan: left out {each}: {error}", stacklevel=6)
+            else:
+                job.progress.found(found[-1], self._setting.item)
         return found
 
     def _with_offloads(

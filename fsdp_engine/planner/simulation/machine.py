@@ -472,8 +472,9 @@ class Machine:
             return PRESETS[name.lower()]
         if not Path(name).is_file():
             raise ValueError(
-                f"machine: expected one of {', '.join(PRESETS)}, or a file of `calibrate`; "
-                f"found {name!r}"
+                f"machine: expected one of {', '.join(PRESETS)}, or a file that "
+                f"`fsdp-engine calibrate FILE` has written on the machine, also on a CPU; found "
+                f"{name!r}"
             )
         return cls.load(name)
 
