@@ -5,10 +5,12 @@ sequence of their uses: forward in order, backward in reverse. The schedule:
 
 - Compute runs one use after the other, as soon as its inputs are available.
 - Each axis has a lane for gathers and one for reductions, and each lane is a FIFO.
-- At the start of a use its own weights are requested, then those of the following uses, while the
-  prefetched elements are below the budget. Sharded weights are freed after a use, unless the next
-  use is of the same unit. Weights that are not sharded but were changed by the optimizer are
-  gathered once per step: at its start or, without prefetch (budget 0), when they are used.
+- At the start of a use its own weights are requested, then those of the following uses of the same
+  forward or backward, while the prefetched elements are below the budget. Forward
+  prefetches nothing for backward: the loss between them has the peak memory of the step, and would
+  run with one more full unit. Sharded weights are freed after a use, unless the next use is of the
+  same unit. Weights that are not sharded but were changed by the optimizer are gathered once per
+  step: at its start or, without prefetch (budget 0), when they are used.
 - A unit's gradients are reduced after its backward. If they are sharded, the gradients in flight
   are limited by a second budget, which does not count the unit itself if it is larger, and does not
   apply to the last reductions: the unit's first gradient waits. Axes that are reduced on the last
@@ -21,7 +23,6 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from itertools import pairwise
 
 from fsdp_engine.strategies import Role, Strategy
 
@@ -100,7 +101,9 @@ class Ideal:
                     if other < count or self._units[each].reads_in_backward
                 ]
                 if reads:
-                    self._begin_use([unit, *later])
+                    # Uses of backward are not prefetched in forward.
+                    num_same = count - place - 1 if place < count else len(later)
+                    self._begin_use(unit, later[:num_same])
                 self._compute(unit, place >= count, number == microbatches - 1)
                 if reads and self._depths[Role.PARAM] and later[:1] != [unit]:
                     del self._there[unit]
@@ -109,19 +112,19 @@ class Ideal:
         for done in self._last.values():
             self._wait_until(done)
 
-    def _begin_use(self, uses: list[int]) -> None:
-        self._ask_for(uses[0])
+    def _begin_use(self, unit: int, following: list[int]) -> None:
+        """Request the weights of ``unit``, prefetch those of ``following``, and wait for ``unit``.
+
+        ``following`` are the units of the next uses of the same forward or backward.
+        """
+        self._ask_for(unit)
         ahead = 0
-        before = {uses[0]}
-        for last, unit in pairwise(uses):
-            if unit == last:
-                continue  # it stays
-            if ahead >= self._budget or not self._depths[Role.PARAM] or unit in before:
-                break  # the first request is blocked, and lanes are FIFOs
-            before.add(unit)
-            ahead += self._units[unit].numel
-            self._ask_for(unit)
-        self._wait_until(self._there[uses[0]])
+        for each in following:
+            if ahead >= self._budget or not self._depths[Role.PARAM]:
+                break
+            ahead += self._units[each].numel
+            self._ask_for(each)
+        self._wait_until(self._there[unit])
 
     def _ask_for(self, unit: int) -> None:
         if unit in self._there:

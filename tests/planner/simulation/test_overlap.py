@@ -44,19 +44,16 @@ STEPS = [
 
 @pytest.mark.parametrize("pair", thorough_but(TWO_PAIRS, PAIRS), ids="-".join)
 def test_nothing_more_is_exposed_than_must_be(pair: tuple[str, str]) -> None:
-    # And with messages that take twice the time of compute. At the highest pair 1.2 % of the step
-    # more is exposed then; the cause is not known.
-    is_highest = pair == ("optim_grads_params", "optim_grads_params")
-    for net, (budget, has_embedding, microbatches), more in (
-        *((NETWORK, each, 0.0) for each in STEPS),
-        (network(2.0), STEPS[3], 0.0122 if is_highest else 0.0),
+    # And with messages that take twice the time of compute.
+    for net, (budget, has_embedding, microbatches) in (
+        *((NETWORK, each) for each in STEPS),
+        *((network(2.0), each) for each in STEPS[3:]),
     ):
         options = {"has_embedding": has_embedding, "microbatches": microbatches}
         found = simulated(pair, net, budget=BUDGETS[budget], **options)
         must = ideal(pair, net, budgets=budgets_of(found), **options)
-        allowed = more * must.seconds + 1e-9
-        assert found.exposed_seconds == pytest.approx(must.exposed, abs=allowed)
-        assert found.seconds == pytest.approx(must.seconds, abs=allowed)
+        assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
+        assert found.seconds == pytest.approx(must.seconds, abs=1e-9)
         both = found.compute_seconds + found.exposed_seconds
         assert found.seconds == pytest.approx(both, abs=1e-9)
 
@@ -135,3 +132,20 @@ def test_the_ideal_schedule_by_hand() -> None:
     assert exposed[1] == pytest.approx(gather + 3 * (inner_reduction - until_first) + reduction)
     # Four gathers in forward and three in backward, during which reductions run.
     assert exposed[2] == pytest.approx(7 * gather + reduction)
+
+
+def test_no_gather_for_backward_starts_in_forward() -> None:
+    """The highest pair with four blocks, by hand. A gather along the inner axis takes as long as a
+    block's backward, so the gather along the outer axis before it is exposed."""
+    pair, slow = ("optim_grads_params", "optim_grads_params"), network(2.0)
+    inner, outer = slow.ring(BLOCK_NUMEL, 0), slow.ring(BLOCK_NUMEL / 4, 1)
+    assert inner == pytest.approx(BACKWARD)
+    in_forward = inner + outer + (BLOCKS - 1) * (inner - BACKWARD / 2)
+    # Block 2 waits: its gather starts when the backward of block 3 starts. Block 1 does not wait:
+    # its gather starts when block 2 begins to wait. Block 0 waits again.
+    in_backward = 2 * outer
+    reduction = inner + outer
+    found = simulated(pair, slow)
+    must = ideal(pair, slow, budgets=budgets_of(found))
+    assert must.exposed == pytest.approx(in_forward + in_backward + reduction)
+    assert found.exposed_seconds == pytest.approx(must.exposed, abs=1e-9)
