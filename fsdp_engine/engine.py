@@ -507,6 +507,7 @@ class Engine:
         for buffer in self.buffers:
             if buffer.grads is not None:  # optimizers do not change frozen weights
                 buffer.weights.mark_stale()
+        self.scheduler.were_stepped(optimizer)
         gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
         if gathers_now or self.scheduler.ranks_differ:  # some ranks may not run another forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)

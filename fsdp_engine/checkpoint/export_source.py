@@ -111,8 +111,9 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
 def checkpoint_sources(
     folder: Path, dtype: torch.dtype | None, buffer_bytes: int, trust: bool = False
 ) -> list[Source]:
-    """Returns the model's tensors in a checkpoint. A tied weight has aliases if there is a manifest;
-    otherwise, it occurs under each of its names.
+    """Returns the model's tensors in a checkpoint.
+
+    A tied weight has aliases if there is a manifest. Else it occurs under each of its names.
 
     Args:
         folder: The folder of a checkpoint in DCP format with keys ``model.<name>``.
@@ -144,8 +145,7 @@ def checkpoint_sources(
         name = (
             str(path[1]) if len(path) == 2 else EXTRA_STATE
         )  # longer paths are within extra states
-        is_tensor = isinstance(entry, TensorStorageMetadata) and not is_extra_state(name)
-        if is_tensor and name not in ties:
+        if isinstance(entry, TensorStorageMetadata) and not (name in ties or is_extra_state(name)):
             written = _written(entry.properties.dtype, dtype)
 
             def parts(key: str = key, entry: TensorStorageMetadata = entry) -> Iterator[Part]:

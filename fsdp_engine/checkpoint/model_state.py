@@ -190,9 +190,10 @@ def ties(engine: ShardedModel) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, value in _model_state(engine.model).items():
         param = params.get(id(value))
-        if isinstance(value, Tensor) and not (param is not None and param.is_of_experts):
-            if first.setdefault(id(value), name) != name:
-                found[name] = first[id(value)]
+        if not isinstance(value, Tensor) or (param is not None and param.is_of_experts):
+            continue
+        if first.setdefault(id(value), name) != name:
+            found[name] = first[id(value)]
     return found
 
 

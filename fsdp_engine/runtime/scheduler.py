@@ -243,6 +243,16 @@ class Scheduler:
         order = self.reductions.canonical_order
         self.schedule.gather_before_forward(order, wait=wait, sharded=sharded)
 
+    def were_stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after a step of any optimizer. A backward of an earlier forward may follow, which
+        must not read changed weights; see :meth:`.Unit.were_stepped`."""
+        units = [unit for unit in self.units if unit.may_run_backward]
+        if units and self._backward is None:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            stepped = {id(param) for param in params if param.grad is not None}
+            for unit in units:
+                unit.were_stepped(stepped)
+
     def gather_ahead(self, unit: Unit) -> None:
         """Prefetch a unit at the user's request."""
         if self.ranks_differ and not unit.reshards:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,6 +126,7 @@ class Call:
             the backward of this call ends with the complete backward.
         is_pending: Whether the backward of the call is expected or running.
         follows_another: Whether another call of the unit was pending when this one was created.
+        is_retained: Whether a backward of the call retained its graph, which another may run again.
         schedule: The schedule with which the forward was gathered.
         outer_run: The run of autograd within which the forward ran, if the engine computed in it
             before; else None. See [Note: Nested backwards] in
@@ -138,6 +139,7 @@ class Call:
         "input_changed",
         "is_pending",
         "is_recorded",
+        "is_retained",
         "microbatch",
         "outer_run",
         "reads_weights",
@@ -164,6 +166,7 @@ class Call:
         self.has_boundary = False
         self.input_changed = False
         self.is_pending = False
+        self.is_retained = False
         self.follows_another = False
         unit.num_calls += 1
 
@@ -190,9 +193,16 @@ class Call:
                 if after > 0:
                     pending[self.microbatch] = after
 
+    def retain(self) -> None:
+        """Record that the running backward retains the graph of the call."""
+        if not self.is_retained:
+            self.is_retained = True
+            self.unit.num_retained += 1
+
     def __del__(self) -> None:
         self.finish()
         self.unit.num_calls -= 1
+        self.unit.num_retained -= self.is_retained
 
 
 class Unit:
@@ -227,6 +237,7 @@ class Unit:
             running and whose graph is alive, without one-off uses.
         num_unrecorded: Number of such calls that are one-off uses.
         num_calls: Number of calls whose graph is alive, including those whose backward has run.
+        num_retained: Number of those whose backward has run with ``retain_graph``.
         num_late: Number of weight gradients that modules have postponed in this backward.
         kept: The reasons for which full parameters are not freed.
         watch: The object that is called before and after modules compute with full parameters.
@@ -263,6 +274,7 @@ class Unit:
         self.pending_calls: dict[Hashable | None, int] = {}
         self.num_unrecorded = 0
         self.num_calls = 0
+        self.num_retained = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
         self.watch = implementation(UnitWatch)(buffers)
@@ -471,6 +483,29 @@ class Unit:
             self.watch.end()  # called now, as full parameters may be freed before late gradients
             if not self.num_late:
                 self._installation.uninstall()
+
+    @property
+    def may_run_backward(self) -> bool:
+        """Whether autograd has a graph of the unit that a backward has not freed."""
+        return bool(self.pending_calls or self.num_unrecorded or self.num_retained)
+
+    def were_stepped(self, params: Collection[int]) -> None:
+        """Let autograd refuse each later backward of an earlier forward that reads a parameter that
+        an optimizer has changed since. The weights of that forward no longer exist.
+
+        Args:
+            params: ``id``s of the sharded parameters that an optimizer has changed.
+        """
+        changed = [
+            full
+            for buffer in self.trainable
+            if not buffer.is_plain  # autograd counts changes of the parameters themselves
+            for full, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True)
+            if id(sharded) in params
+        ]
+        if changed:
+            torch.autograd.graph.increment_version(changed)
+            self.watch.reset()
 
     def awaits_backward(self, microbatch: Hashable | None) -> bool:
         """Returns whether more gradients of the unit may arrive in the running backward: from
