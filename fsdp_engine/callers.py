@@ -10,7 +10,7 @@ from types import FrameType
 import torch
 
 _STDLIB = sysconfig.get_path("stdlib")
-_PACKAGES = ("site-packages", "dist-packages")
+PACKAGES = ("site-packages", "dist-packages")
 _LIBRARIES = (f"{Path(__file__).parent}/", f"{Path(torch.__file__).parent}/")
 
 
@@ -18,7 +18,7 @@ def is_of_library(file: str) -> bool:
     """Returns whether a source file belongs to this package, to torch or to Python itself."""
     if file.startswith(_LIBRARIES):
         return True
-    return file.startswith(_STDLIB) and not any(folder in file for folder in _PACKAGES)
+    return file.startswith(_STDLIB) and not any(folder in file for folder in PACKAGES)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

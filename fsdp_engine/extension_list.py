@@ -92,7 +92,11 @@ EXTENSIONS: tuple[Extension, ...] = (
         "different_modules",
         methods=("together", "ranks_can_differ", "will_use"),
         advice=[
-            ("all-gather", "where they use different modules, run the step in engine.together()"),
+            (
+                "all-gather",
+                "where they use different modules, or evaluate different numbers of batches, run "
+                "that in engine.together()",
+            ),
             ("together()", "call engine.await_ranks() before collectives of your own within it"),
         ],
     ),
@@ -121,7 +125,7 @@ EXTENSIONS: tuple[Extension, ...] = (
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
         advice=[
-            (name, "where they have different numbers of batches, use engine.even_batches(loader)")
+            (name, "where they train different numbers of batches, use engine.even_batches(loader)")
             for name in ("all-gather", "reduce-scatter", "all-reduce")
         ],
     ),

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import itertools
 import os
 import sys
 import threading
@@ -156,6 +157,8 @@ class Checkpointer:
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
+        # All ranks have it under the same path, or else under the same number of the process.
+        self._identity = (next(_NUMBERS), str(directory))
         self._run = Run(engine, optimizer, extra, trainable_only=trainable_only)
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
@@ -206,7 +209,7 @@ class Checkpointer:
         except Exception as caught:  # no host memory left
             error = caught
         try:
-            agree(f"save_async({step!r})", error, self._control)
+            agree(f"save_async({step!r})", error, self._control, call="save_async")
         except Exception:
             save.discard()
             raise
@@ -271,6 +274,7 @@ class Checkpointer:
         changed.
         """
         self._run.await_ranks()
+        self._check_called_on_all_ranks("Checkpointer.load")
         self.wait()
         same = {"step": step, "strict": strict, "verify": verify, "trust": trust}
         agree_on_same("load()", None, self._control, same)
@@ -286,6 +290,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         """Returns the steps of complete checkpoints, ascending, as rank 0 finds them."""
         self._run.await_ranks()
+        self._check_called_on_all_ranks("Checkpointer.steps")
         return self._directory.steps()
 
     def close(self) -> None:
@@ -304,6 +309,7 @@ class Checkpointer:
     def _begin(self, step: int) -> _Save:
         """Validate all ranks' state, and create the folder of a save."""
         self._run.await_ranks()
+        self._check_called_on_all_ranks("Checkpointer.save")
         self.wait()
         self._directory.meet()
         entries: dict[str, Any] = {}
@@ -325,6 +331,7 @@ class Checkpointer:
                 self._control,
                 same,
                 (staging, self._run.extra_digest),
+                call="Checkpointer.save",
             )
             self._run.check_extra_tensors([digest for _, digest in told])
         except Exception:
@@ -333,6 +340,26 @@ class Checkpointer:
             raise
         created = [folder for folder, _ in told]
         return _Save(self, entries, self._directory.staging(created), step)
+
+    def _check_called_on_all_ranks(self, what: str) -> None:
+        """Check that all ranks have called this checkpointer. Collective.
+
+        Raises:
+            ValueError: Ranks have called different ones. All ranks raise.
+        """
+        told = agree(what, None, self._control, self._identity)
+        first_ranks: dict[str, int] = {}
+        for rank, (_, directory) in enumerate(told):
+            first_ranks.setdefault(directory, rank)
+        if len(first_ranks) > 1 and len({number for number, _ in told}) > 1:
+            found = ", ".join(
+                f"that of {path} on rank {rank}" for path, rank in first_ranks.items()
+            )
+            raise ValueError(
+                f"{what}: expected all ranks to call the same checkpointer; found {found}. Ranks "
+                "decide differently, for example by their own losses: decide by a value that "
+                "all_reduce has made equal"
+            )
 
     def _write(self, save: _Save) -> None:
         """Write and publish a save. Collective over the process group of saves.
@@ -350,6 +377,9 @@ class Checkpointer:
     def _retire(self, step: int) -> None:
         """Remove old checkpoints. This may be slow on some file systems."""
         self._directory.retire(self._keep, step)
+
+
+_NUMBERS = itertools.count()
 
 
 class _Save(threading.Thread):
@@ -396,13 +426,14 @@ class _Save(threading.Thread):
         self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:
-        """Raise the error of the save, on all ranks.
+        """Raise the error of the save, on all ranks. Does nothing after the first call.
 
         Raises:
             RuntimeError: The save failed on some rank.
         """
-        if self in _UNOBSERVED:
-            _UNOBSERVED.remove(self)
+        if self not in _UNOBSERVED:
+            return
+        _UNOBSERVED.remove(self)
         reason = "" if self._error is None else _reason(self._error)
         what = f"the end of Checkpointer's save of step {self.step}"
         reasons: list[Any] = gather_objects(reason, self._checkpointer._control, what)

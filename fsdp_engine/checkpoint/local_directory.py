@@ -82,7 +82,8 @@ class Nodes:
             identity = (_BOOT_ID.read_text(), status.st_dev, status.st_ino)
         except OSError as caught:
             error = caught
-        found = agree(f"the directory {path}", error, ranks.control_group, identity)
+        what = f"the directory {path}"
+        found = agree(what, error, ranks.control_group, identity, call="the directories of nodes")
         groups: dict[tuple[str, int, int], list[int]] = {}
         for rank, each in enumerate(found):
             groups.setdefault(each, []).append(rank)

@@ -311,6 +311,6 @@ class Run:
             verify_files(folder, manifest, names if verify else {METADATA} & {*names})
         except Exception as caught:
             error = caught
-        agree(f"load of {folder}", error, self.ranks.control_group)
+        agree(f"load of {folder}", error, self.ranks.control_group, call="a load")
         assert manifest is not None
         return manifest

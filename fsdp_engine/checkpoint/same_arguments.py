@@ -16,11 +16,13 @@ def agree_on_same(
     group: ProcessGroup | None,
     same: Mapping[str, object],
     value: Any = None,
+    *,
+    call: str | None = None,
 ) -> list[Any]:
     """Call :func:`agree`, and check that arguments are equal on all ranks. Collective.
 
     Args:
-        what, error, group, value: The arguments of :func:`agree`.
+        what, error, group, value, call: The arguments of :func:`agree`.
         same: The arguments by name, which can be pickled. All ranks pass the same names.
 
     Returns:
@@ -31,7 +33,7 @@ def agree_on_same(
         ValueError: An argument differs. The message contains each value, with the first rank that
             has it. All ranks raise.
     """
-    told = agree(what, error, group, (dict(same), value))
+    told = agree(what, error, group, (dict(same), value), call=call)
     for name in same:
         first_ranks: dict[str, int] = {}
         for rank, (arguments, _) in enumerate(told):

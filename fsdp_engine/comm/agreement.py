@@ -6,12 +6,17 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.comm.collectives import DifferentCallsError, gather_objects
 from fsdp_engine.comm.rendezvous import error_of_another
 
 
 def agree(
-    what: str, error: Exception | None, group: ProcessGroup | None, value: Any = None
+    what: str,
+    error: Exception | None,
+    group: ProcessGroup | None,
+    value: Any = None,
+    *,
+    call: str | None = None,
 ) -> list[Any]:
     """Exchange errors: all ranks continue, or all ranks raise. Collective.
 
@@ -20,6 +25,7 @@ def agree(
         error: The error of this rank. None: it can continue.
         group: The group of all ranks. None: there is a single rank.
         value: An object that is sent to the other ranks.
+        call: See :func:`.gather_objects`.
 
     Returns:
         The ``value`` of every rank, if no rank has an error.
@@ -27,9 +33,15 @@ def agree(
     Raises:
         Exception: ``error``, or an exception of the type of the first rank's error: see
             :func:`~fsdp_engine.comm.rendezvous.error_of_another`.
+        DifferentCallsError: Ranks have called different operations. All ranks raise.
     """
+    if isinstance(error, DifferentCallsError):
+        raise error  # all ranks have raised it, and will not come
     found = None if error is None else (type(error).__name__, str(error))
-    gathered: list[Any] = gather_objects((found, value), group, what)
+    try:
+        gathered: list[Any] = gather_objects((found, value), group, what, call=call)
+    except DifferentCallsError as different:
+        raise different from error
     if error is not None:
         raise error
     for rank, (other, _) in enumerate(gathered):

@@ -400,8 +400,16 @@ def receive_(tensor: Tensor, group: dist.ProcessGroup, sender: int) -> None:
         dist.recv(tensor, group=group, group_src=sender)
 
 
+class DifferentCallsError(RuntimeError):
+    """Ranks have called different operations, of which each is collective."""
+
+
 def gather_objects(
-    value: object, group: dist.ProcessGroup | None, what: str = "a comparison of ranks"
+    value: object,
+    group: dist.ProcessGroup | None,
+    what: str = "a comparison of ranks",
+    *,
+    call: str | None = None,
 ) -> list[object]:
     """Returns the ``value`` of every rank, on every rank. For construction and errors only.
 
@@ -409,15 +417,27 @@ def gather_objects(
         value: The object of this rank.
         group: The process group. None: there is a single rank.
         what: Name of the operation in errors.
+        call: The part of ``what`` that is the same on all ranks. None: all of it.
+
+    Raises:
+        DifferentCallsError: Ranks have called different operations. All ranks raise.
     """
     if group is None:
         return [value]
     if dist.get_backend(group) == "fake":
         return [value] * group.size()  # this process stands for all ranks
-    gathered: list[object] = [None] * group.size()
+    gathered: list[Any] = [None] * group.size()
     with naming(what, group):
-        dist.all_gather_object(gathered, value, group=group)
-    return gathered
+        dist.all_gather_object(gathered, (call or what, value), group=group)
+    ranks_of: dict[str, int] = {}
+    for rank, (name, _) in enumerate(gathered):
+        ranks_of.setdefault(name, dist.get_global_rank(group, rank))
+    if len(ranks_of) > 1:
+        found = ", ".join(f"rank {rank} in {name}" for name, rank in ranks_of.items())
+        raise DifferentCallsError(
+            f"{what}: expected all ranks to make the same calls in the same order; found {found}"
+        )
+    return [each for _, each in gathered]
 
 
 def _store(out: Tensor, value: Tensor, accumulate: bool, divisor: float = 1.0) -> None:

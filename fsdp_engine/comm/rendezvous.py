@@ -227,7 +227,8 @@ class _Place:
                 if " has ended" in text:  # a rank that has ended will not arrive
                     self.decide("missing", text)
                 else:
-                    _log.error("%s. Waiting on", text)
+                    advice = activity.advice_on_calls(self._what)
+                    _log.error("%s. This rank keeps waiting. %s", text, advice)
             elif waited > next_check:
                 next_check += min(next_check, MOST_SECONDS_BETWEEN_CHECKS)
                 self._check_other_rendezvous()

@@ -81,7 +81,11 @@ def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     Raises:
         Exception: An error of any rank. All ranks raise, and ``folder`` is unchanged.
     """
-    what, group, is_first = f"saving {folder}", ranks.control_group, ranks.rank == 0
+    group, is_first = ranks.control_group, ranks.rank == 0
+
+    def check(error: Exception | None) -> None:
+        agree(f"saving {folder}", error, group, call="a save into a folder")
+
     staging = folder.parent / SAVING / folder.name
     error: Exception | None = None
     try:
@@ -90,20 +94,20 @@ def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
             staging.mkdir(parents=True)
     except OSError as caught:
         error = caught
-    agree(what, error, group)
+    check(error)
     try:
         yield staging
     except Exception as caught:
         error = caught
     try:
-        agree(what, error, group)
+        check(error)
         if is_first:
             _publish(staging, folder)
     except Exception as caught:
         error = caught
     if is_first:
         shutil.rmtree(staging.parent, ignore_errors=True)
-    agree(what, error, group)
+    check(error)
 
 
 def _publish(staging: Path, folder: Path) -> None:

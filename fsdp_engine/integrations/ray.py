@@ -84,7 +84,8 @@ class RayCheckpoints:
                 cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
             except Exception as caught:
                 error = caught
-            told = agree(what, error, self._control, (step, self._run.extra_digest))
+            value = (step, self._run.extra_digest)
+            told = agree(what, error, self._control, value, call="report")
             steps = [other for other, _ in told]
             if any(other != step for other in steps):
                 raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")

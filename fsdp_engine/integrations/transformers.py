@@ -404,7 +404,8 @@ class FSDPEngineMixin(_Trainer):
             super()._load_from_checkpoint(folder)
         except Exception as caught:
             error = caught
-        agree(f"reading {folder}", error, self.engine.ranks.control_group)
+        what, group = f"reading {folder}", self.engine.ranks.control_group
+        agree(what, error, group, call="reading a folder")
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -425,7 +426,8 @@ class FSDPEngineMixin(_Trainer):
             self.lr_scheduler.load_state_dict(state)
         except Exception as caught:
             error = caught
-        agree(f"resume from {folder}", error, engine.ranks.control_group)
+        what, group = f"resume from {folder}", engine.ranks.control_group
+        agree(what, error, group, call="a resume")
 
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))

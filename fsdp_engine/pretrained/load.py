@@ -273,7 +273,8 @@ def load_pretrained(
     replace_weights(WHAT, engine, fill, finish, names=replaced)
     report = LoadedPretrained(tuple(found.missing), tuple(found.unexpected))
     if is_first and (report.missing or report.unexpected):
-        warnings.warn(_mismatches(engine.model, str(folder), report), stacklevel=2)
+        text = _mismatches(engine.model, str(folder), report, initialization.names)
+        warnings.warn(text, stacklevel=2)
     return report
 
 
@@ -325,13 +326,16 @@ def _refuse_missing_adapters(model: nn.Module, folder: str, found: Match) -> Non
         )
 
 
-def _mismatches(model: nn.Module, folder: str, report: LoadedPretrained) -> str:
+def _mismatches(
+    model: nn.Module, folder: str, report: LoadedPretrained, initialized: Collection[str]
+) -> str:
+    """Describe the names that differ. ``initialized`` are those of tensors that had no values."""
     parts = []
     adapters = _adapter_names(model, report.missing)
     if adapters:
-        parts.append(
-            f"it has none of {len(adapters)} tensors of adapters, which keep the model's values"
-        )
+        are_new = all(name in initialized for name in adapters)
+        values = "got PEFT's initial values" if are_new else "keep the model's values"
+        parts.append(f"it has none of {len(adapters)} tensors of adapters, which {values}")
     if others := [name for name in report.missing if name not in set(adapters)]:
         parts.append(f"not there, and as the model made them: {', '.join(others)}")
     if report.unexpected:

@@ -407,6 +407,43 @@ def test_a_directory_that_was_made_anew_is_locked_again(tmp_path: Path) -> None:
     job.release()
 
 
+@on_ranks(2)
+def test_ranks_that_call_different_checkpointers_are_an_error_on_all() -> None:
+    folder = shared_folder()
+    _, engine, optimizer = small()
+    regular, best = (
+        fe.Checkpointer(f"{folder}/{name}", engine, optimizer) for name in ("all", "best")
+    )
+    chosen = best if dist.get_rank() == 0 else regular
+    for call in (partial(chosen.save, 4), partial(chosen.save_async, 4), chosen.load, chosen.steps):
+        expected = r"same checkpointer; found that of .*best on rank 0, that of .*all on rank 1"
+        with pytest.raises(ValueError, match=expected):
+            call()
+    regular.save(4)
+    dist.barrier()
+    assert visible(folder) == ["all"]
+    # A name that each rank made itself is no mistake: rank 0 decides.
+    own = fe.Checkpointer(f"{folder}/of-{dist.get_rank()}", engine, optimizer)
+    own.save(5)
+    assert own.steps() == [5]
+
+
+@on_ranks(2)
+def test_a_rank_that_calls_something_else_is_named_with_its_call() -> None:
+    folder = shared_folder()
+    _, engine, optimizer = small()
+    checkpointer = fe.Checkpointer(f"{folder}/run", engine, optimizer)
+    checkpointer.save(1)
+    expected = r"same calls in the same order; found rank 0 in export_safetensors, rank 1 in Check"
+    export = partial(fe.export_safetensors, engine, f"{folder}/exported")
+    call: Callable[[], Any] = export if dist.get_rank() == 0 else checkpointer.steps
+    with pytest.raises(RuntimeError, match=expected):
+        call()
+    if dist.get_rank() == 1:
+        checkpointer.close()  # after a save that has ended, no rank needs the others
+    assert not os.path.exists(f"{folder}/exported/model.safetensors")
+
+
 def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Path) -> None:
     plain = Manifest(
         step=3,

@@ -218,13 +218,19 @@ class AdapterLayers:
             method = config.init_lora_weights
             if method is not True and method is not False and method != "gaussian":
                 raise ValueError(_unsupported(path, adapter, f"init_lora_weights={method!r}"))
+            # PEFT draws these twice: when it creates them, and when it initializes them.
             for attribute in ("lora_A", "lora_B"):
                 _reset_parameters(getattr(layer, attribute), adapter)
+            for attribute in ("lora_embedding_A", "lora_embedding_B"):
+                if adapter in (rows := getattr(layer, attribute)):
+                    rows[adapter].normal_()
             layer.reset_lora_parameters(adapter, method)
+            _round_as_base(layer, adapter)
         elif isinstance(layer, IA3Layer):
             layer.ia3_l[adapter].normal_()
             if config.init_ia3_weights:
                 layer.reset_ia3_parameters(adapter)
+            _round_as_base(layer, adapter)
         elif path.rpartition(".")[2] == "prompt_encoder":
             _draw_prompt(path, adapter, layer, config)
         else:
@@ -259,7 +265,8 @@ class AdapterLayers:
             return
         proxy, config = _DoraProxy(layer), self._peft.peft_config[adapter]
         layer.lora_variant[adapter].init(proxy, adapter_name=adapter, config=config)
-        magnitudes[adapter].weight.copy_(proxy.lora_magnitude_vector[adapter].weight)
+        found = proxy.lora_magnitude_vector[adapter].weight
+        magnitudes[adapter].weight.copy_(found.to(_dtype_of_base(layer)))
 
     def layer(self, place: Place) -> nn.Module:
         """Returns the layer of an adapter."""
@@ -314,6 +321,29 @@ def _reset_parameters(by_adapter: Mapping[str, nn.Module], adapter: str) -> None
     for module in by_adapter[adapter].modules() if adapter in by_adapter else ():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
+
+
+def _round_as_base(layer: Any, adapter: str) -> None:
+    """Round an adapter to the dtype of its base layer. PEFT draws adapters in fp32, casts them to
+    that dtype, and widens those in 16 bits to fp32 afterwards."""
+    dtype = _dtype_of_base(layer)
+    for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
+        parts = getattr(layer, attribute, None)
+        if not isinstance(parts, (nn.ModuleDict, nn.ParameterDict)) or adapter not in parts:
+            continue
+        part = parts[adapter]
+        for tensor in part.parameters() if isinstance(part, nn.Module) else (part,):
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.to(dtype))
+
+
+def _dtype_of_base(layer: Any) -> torch.dtype:
+    base = layer.get_base_layer()
+    base = base.out_proj if isinstance(base, nn.MultiheadAttention) else base
+    weight = getattr(base, "weight", None)
+    if isinstance(weight, Tensor) and weight.is_floating_point():
+        return weight.dtype
+    return torch.float32
 
 
 def _draw_prompt(path: str, adapter: str, encoders: Any, config: Any) -> None:

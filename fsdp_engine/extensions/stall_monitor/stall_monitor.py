@@ -43,7 +43,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fsdp_engine.callers import user_frame
+from fsdp_engine.callers import PACKAGES, user_frame
 from fsdp_engine.comm import activity
 from fsdp_engine.comm.activity import ACTIVITY, Monitor
 from fsdp_engine.comm.host_threads import machine
@@ -380,14 +380,30 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
 
 
 def _user_frame(thread: int) -> str:
-    """Returns the innermost frame of a thread that is in the user's code, and the frame of the
-    user's code that called it, such as the loop that called a model's forward."""
+    """Returns the innermost frame of a thread outside of this package and torch, the next one, such
+    as the loop that called a model's forward, and if both are in installed packages, the innermost
+    one that is not."""
     innermost = sys._current_frames().get(thread)
     frame = user_frame(innermost) or innermost
     if frame is None:
         return "its end"
-    caller = user_frame(frame.f_back)
-    return _line_of(frame) + ("" if caller is None else f", called at {_line_of(caller)}")
+    frames = [frame]
+    if (caller := user_frame(frame.f_back)) is not None:
+        frames.append(caller)
+    if all(map(_is_installed, frames)) and (own := _own_frame(frames[-1])) is not None:
+        frames.append(own)
+    return ", called at ".join(map(_line_of, frames))
+
+
+def _own_frame(frame: FrameType | None) -> FrameType | None:
+    """Returns the innermost of ``frame`` and its callers that is not in an installed package."""
+    while (frame := user_frame(frame)) is not None and _is_installed(frame):
+        frame = frame.f_back
+    return frame
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return any(folder in frame.f_code.co_filename for folder in PACKAGES)
 
 
 def _line_of(frame: FrameType) -> str:

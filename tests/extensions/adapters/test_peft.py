@@ -76,6 +76,27 @@ def test_a_base_model_lands_under_adapters_that_begin_as_peft_begins_them(
         ranks.run(load_base_model, kind, str(tmp_path), level, values, world_size=world_size)
 
 
+@on_ranks(2)
+def test_adapters_have_the_values_that_peft_draws_for_a_base_of_any_dtype() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        folder = shared_folder()
+        if dist.get_rank() == 0:
+            llama(dtype).save_pretrained(folder)
+        dist.barrier()
+        for kind in ("lora", "lora, embeddings", "dora", "gaussian, biases", "ia3"):
+            config = CONFIGS[kind]()
+            base: Any = llama(dtype)
+            torch.manual_seed(7)
+            expected = peft.get_peft_model(base, config).state_dict()
+            model = adapted(kind, dtype, meta=True)
+            engine = fe.shard(model, initial_values="empty")
+            torch.manual_seed(7)
+            load_base(engine, folder)
+            for name, value in held(engine).items():
+                assert value.dtype == expected[name].dtype, (kind, name)
+                assert torch.equal(value, expected[name]), (kind, dtype, name)
+
+
 def filled(model: torch.nn.Module, seed: int) -> None:
     """Give adapters other values, as training does."""
     torch.manual_seed(seed)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,6 +112,25 @@ def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: 
         with pytest.raises(RuntimeError, match=text):
             engine.clip_grad_norm_(1.0)
     is_told(told)
+
+
+INSTALLED = """
+def outer(call):
+    return inner(call)
+
+def inner(call):
+    return call()
+"""
+
+
+def test_the_line_of_the_user_is_named_beyond_installed_packages(tmp_path: Path) -> None:
+    file = tmp_path / "site-packages" / "library.py"
+    names: dict[str, Any] = {}
+    exec(compile(INSTALLED, file, "exec"), names)
+    frames = names["outer"](partial(stall_monitor._user_frame, threading.get_ident()))
+    lines = [rf"{file}:{line} in {name}" for line, name in ((6, "inner"), (3, "outer"))]
+    own = rf"{__file__}:\d+ in test_the_line_of_the_user_is_named_beyond_installed_packages"
+    assert re.fullmatch(", called at ".join([*lines, own]), frames)
 
 
 def wait_long() -> None:
@@ -367,7 +390,7 @@ def test_a_rank_that_saves_alone_logs_who_is_missing() -> None:
             do_something_else()
         checkpointer.save(1)
     if dist.get_rank() == 0:
-        assert "ranks [1] did not call within 1 s: rank 1 is at " in lines[0]
+        assert "rank 0 has waited 1 s for Checkpointer.save: rank 1 is at " in lines[0]
         assert "in do_something_else" in lines[0]
     checkpointer.close()
 
