@@ -38,7 +38,7 @@ from fsdp_engine.checkpoint import tables
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.checkpoint.inspection import compare, describe, matches, shared_bytes, tensor_bytes
-from fsdp_engine.checkpoint.model_state import MODEL
+from fsdp_engine.checkpoint.model_state import EXTRA_TENSORS, MODEL
 from fsdp_engine.checkpoint.offline import (
     StoredCheckpoint,
     Verdict,
@@ -162,8 +162,9 @@ def export(
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
     trust: TrustOption = False,
 ) -> None:
-    """Write the model's tensors as safetensors, in Hugging Face's layout. A tied weight is written
-    once, under its first name: read such a file with safetensors.torch.load_model."""
+    """Write the model's tensors as safetensors, in Hugging Face's layout: the trained weights, not
+    averages of fe.EMA. A tied weight is written once, under its first name: read such a file with
+    safetensors.torch.load_model."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _errors_reported():
@@ -186,6 +187,13 @@ def export(
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     typer.echo(f"{folder} -> {directory}: {len(files)} files, {format_bytes(size)}")
+    keys = [path[1] for path in checkpoint.saved.paths.values() if path[0] == EXTRA_TENSORS]
+    if others := sorted({str(key).partition(".")[0] for key in keys}):
+        typer.echo(
+            "These are the trained weights. The checkpoint also has sharded tensors of "
+            f"{', '.join(others)} in extra. To write averages of "
+            "fe.EMA, load the checkpoint, and save within ema.swapped()"
+        )
 
 
 @app.command()

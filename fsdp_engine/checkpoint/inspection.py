@@ -79,7 +79,7 @@ class Description:
         groups: The first ``MAX_GROUPS`` param groups of the optimizer.
         extra: The ``extra`` of rank 0 by name, shortened.
         num_ranks: The number of ranks that have saved random states and ``extra``.
-        tensors: A row for each tensor.
+        tensors: A row for each tensor, by section.
     """
 
     path: str
@@ -143,7 +143,12 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
         num_groups=num_groups,
         extra=_extra(checkpoint),
         num_ranks=len(saved.below(RANKS)),
-        tensors=list(checkpoint.tensors.values()),
+        tensors=[
+            row
+            for name in sections
+            for key, row in checkpoint.tensors.items()
+            if checkpoint.section(key) == name
+        ],
     )
 
 

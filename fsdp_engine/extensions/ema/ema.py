@@ -65,9 +65,11 @@ class EMA:
             ``num_updates``).
         average_buffers: Also average the model's floating-point buffers (e.g. BatchNorm's running
             statistics). False: within ``swapped`` the model keeps its current buffers.
+        copy_first: Update 0 copies the weights, as torch's ``AveragedModel`` does. False: it
+            averages them with those at construction.
 
     Attributes:
-        decay, every, warmup: The arguments.
+        decay, every, warmup, copy_first: The arguments.
         num_updates: Number of updates so far.
 
     Raises:
@@ -84,6 +86,7 @@ class EMA:
         dtype: torch.dtype | None = None,
         warmup: bool = False,
         average_buffers: bool = False,
+        copy_first: bool = False,
     ) -> None:
         if not isinstance(engine, Engine):
             raise TypeError(
@@ -101,6 +104,7 @@ class EMA:
         self.decay = float(decay)
         self.every = every
         self.warmup = warmup
+        self.copy_first = copy_first
         self.num_updates = 0
         self._num_calls = 0
         self._engine = engine
@@ -212,6 +216,8 @@ class EMA:
         self.num_updates = int(state_dict["num_updates"])
 
     def _decay_now(self) -> float:
+        if self.copy_first and not self.num_updates:
+            return 0.0
         if not self.warmup:
             return self.decay
         return min(self.decay, (1 + self.num_updates) / (10 + self.num_updates))

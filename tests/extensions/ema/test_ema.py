@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from typer.testing import CliRunner
 
 import fsdp_engine as fe
+from fsdp_engine.checkpoint import cli
 from tests import reference
 from tests.models import DIM, Chain, Normalised, lora_model, odd_model, vector_batch
-from tests.pool import on_few_ranks, on_ranks
+from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.reference import full_weights
 
 DECAY = 0.75
@@ -186,6 +190,45 @@ def test_averages_of_torchs_averaged_model_continue(level: str) -> None:
     expected = values_of(averaged.module)
     for name, average in {**averages(ema), **ema.state_dict()["buffers"]}.items():
         torch.testing.assert_close(average, expected[name])
+
+
+@on_ranks(2)
+def test_averages_begin_as_torchs_averaged_model_begins_them_on_request() -> None:
+    alone = statistics()
+    averaged = AveragedModel(alone, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    model = statistics()
+    model.load_state_dict(alone.state_dict())
+    engine = fe.shard(model, initial_values="rank0")
+    alone.load_state_dict(engine.full_state_dict())
+    ema = fe.EMA(engine, DECAY, copy_first=True)
+    for each, update in ((alone, partial(averaged.update_parameters, alone)), (model, ema.update)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for number in range(3):
+            step(each, optimizer, number, DIM)
+            update()
+            if number == 0 and each is model:
+                again = fe.EMA(engine, DECAY, copy_first=True)
+                again.load_state_dict(ema.state_dict())
+                ema = again
+                update = ema.update
+    expected = dict(averaged.module.named_parameters())
+    for name, average in averages(ema).items():
+        torch.testing.assert_close(average, expected[name].detach())
+
+
+def save_with_averages(folder: str) -> None:
+    model, engine, optimizer = build(odd_model, {})
+    ema = fe.EMA(engine, DECAY)
+    step(model, optimizer, 0)
+    ema.update()
+    fe.Checkpointer(folder, engine, extra={"ema": ema}).save(1)
+
+
+def test_an_export_says_that_averages_are_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_with_averages, str(tmp_path / "run"), world_size=2)
+    command = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    output = CliRunner().invoke(cli.app, command, catch_exceptions=False).output
+    assert "also has sharded tensors of ema in extra" in output
 
 
 @on_ranks(2)
