@@ -32,7 +32,8 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -157,9 +158,11 @@ class Checkpointer:
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
-        # All ranks have it under the same path, or else under the same number of the process.
-        self._identity = (next(_NUMBERS), str(directory))
         self._run = Run(engine, optimizer, extra, trainable_only=trainable_only)
+        # All ranks have it under the same path, or else under the same number of its engine.
+        first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
+        number = next(_NUMBERS.setdefault(first, itertools.count()))
+        self._identity = (number, str(directory))
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
         self._keep = keep
@@ -379,7 +382,8 @@ class Checkpointer:
         self._directory.retire(self._keep, step)
 
 
-_NUMBERS = itertools.count()
+# Numbers for the next checkpointers of each engine.
+_NUMBERS: weakref.WeakKeyDictionary[Any, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class _Save(threading.Thread):
