@@ -15,7 +15,6 @@ most ``2 * ndim - 1`` boxes.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,9 +30,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_engine import backend
 from fsdp_engine.comm.collectives import all_reduce_
-from fsdp_engine.comm.lanes import is_capturing
 from fsdp_engine.comm.mesh import DataMesh, joint_mesh
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 from fsdp_engine.memory import allocator
@@ -366,15 +363,11 @@ class FlatPlacement:
         """Gather the full tensor from the slices of all ranks. Collective.
 
         Every rank writes its bytes into zeros, and an all-reduce sums them as 64-bit words. No two
-        ranks write the same byte, so the sum is exact for every dtype. One more word has a checksum
-        of the name: its sum shows whether ranks gather different tensors. This needs memory for one
+        ranks write the same byte, so the sum is exact for every dtype. This needs memory for one
         full tensor.
 
         Args:
             local: This rank's slice, 1-D.
-
-        Raises:
-            ValueError: Ranks gather tensors of different names. All ranks raise.
         """
         if local.is_meta:
             return allocator.empty(tuple(self.shape), local.dtype, "meta")
@@ -385,8 +378,7 @@ class FlatPlacement:
         mesh_type = self.mesh.device_type
         remote = bool(self.groups) and local.device.type != mesh_type
         device = mesh_type if remote else local.device
-        words = allocator.zeros(-(-numel * itemsize // 8) + 1, torch.int64, device)
-        words[-1:].fill_(checksum := zlib.crc32(self.name.encode()))
+        words = allocator.zeros(-(-numel * itemsize // 8), torch.int64, device)
         full_bytes = words.view(torch.uint8)[: numel * itemsize]
         place = full_bytes[self.start * itemsize : self.stop * itemsize]
         # The stride is checked because torch considers one element with any stride contiguous.
@@ -397,23 +389,9 @@ class FlatPlacement:
         what = f"full_tensor() of {self.name or 'a sharded tensor'} (every rank must call it)"
         for group in self.split_groups:
             all_reduce_(words, group, what=what)
-        if self._has_values(local.device):
-            num_ranks = math.prod(group.size() for group in self.split_groups)
-            if int(words[-1]) != num_ranks * checksum:
-                raise ValueError(
-                    f"{what}: expected all ranks to call it for the same tensor; found that others "
-                    "call it for another one. Call it in the same order on all ranks, not in the "
-                    "order of a set"
-                )
         shard = full_bytes.view(local.dtype).view(self.sharded_shape)
         full = shard if self.spread is None else self.spread.gather_full(shard)
         return full.to(local.device)
-
-    def _has_values(self, device: torch.device) -> bool:
-        """Returns whether gathered words can be read: not in simulations and captured graphs."""
-        if not self.split_groups or not backend.current().has_values:
-            return False
-        return dist.get_backend(self.split_groups[0]) != "fake" and not is_capturing(device, [None])
 
     def of_blocks(self, size: int) -> FlatPlacement:
         """Returns the placement of a vector with one element for each block of the tensor.

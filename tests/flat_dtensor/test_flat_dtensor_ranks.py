@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
 from fsdp_engine.flat_dtensor.full_reductions import FullNorm
 from tests.checkpoint.scene import shared_folder
@@ -296,23 +295,3 @@ def test_values_drawn_by_ranks_with_different_seeds_are_one_tensor_on_all_replic
         torch.manual_seed(0)
         expected = torch.empty(4, 5).normal_()
         assert all(torch.equal(each, expected) for each in found), (shape, num_cut)
-
-
-@on_ranks(4)
-def test_ranks_that_gather_different_tensors_are_an_error_on_all() -> None:
-    for shape in ((4,), (2, 2)):
-        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-        engine = fe.shard(model, mesh_of(*shape), "optim_grads_params")
-        for number in (0, 1):  # in the same order, and in another one on every second rank
-            names = ["0.weight", "1.weight"]
-            if number and dist.get_rank() % 2:
-                names.reverse()
-            for name in names:
-                param = model.get_parameter(name)
-                for tensor in (param, param.detach().square()):
-                    if not number:
-                        assert tensor.full_tensor().shape == (8, 8)
-                        continue
-                    with pytest.raises(ValueError, match="all ranks to call it for the same"):
-                        tensor.full_tensor()
-        assert engine.full_tensor("0.weight").shape == (8, 8)
