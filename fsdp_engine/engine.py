@@ -495,6 +495,7 @@ class Engine:
         """
         groups = optimizer.param_groups
         self.reductions.check_step(param for group in groups for param in group["params"])
+        self.scheduler.note_gradients(optimizer)
         if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # other ranks may still gather these weights
         if self.scheduler.before_changes and self.is_stepped_by(optimizer):
@@ -507,10 +508,15 @@ class Engine:
         for buffer in self.buffers:
             if buffer.grads is not None:  # optimizers do not change frozen weights
                 buffer.weights.mark_stale()
-        self.scheduler.were_stepped(optimizer)
+        self.scheduler.invalidate_graphs(optimizer)
         gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
         if gathers_now or self.scheduler.ranks_differ:  # some ranks may not run another forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)
+
+    @property
+    def number(self) -> int:
+        """The number of engines that were made before for the same ranks; equal on these ranks."""
+        return self.communicators.data.number
 
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
         """Returns whether ``optimizer`` has parameters of this engine."""

@@ -54,7 +54,7 @@ from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import Engines
 from fsdp_engine.comm import copy_lanes
 from fsdp_engine.comm.agreement import agree
-from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.comm.collectives import DifferentCallsError, gather_objects
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.memory.host_memory import HostBlock
 
@@ -144,6 +144,7 @@ class Checkpointer:
     """
 
     _directory_type: type[JobDirectory] = SharedDirectory
+    _has_one_directory = True
 
     def __init__(
         self,
@@ -159,10 +160,6 @@ class Checkpointer:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
         self._run = Run(engine, optimizer, extra, trainable_only=trainable_only)
-        # All ranks have it under the same path, or else under the same number of its engine.
-        first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
-        number = next(_NUMBERS.setdefault(first, itertools.count()))
-        self._identity = (number, str(directory))
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
         self._keep = keep
@@ -170,6 +167,10 @@ class Checkpointer:
         self._directory = self._directory_type(Path(directory), self._ranks, timeout)
         self._host_memory = HostMemory(self._ranks.device)
         self._save: _Save | None = None
+        # The numbers of the engine and of its checkpointer, or the path, are equal on all ranks.
+        first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
+        number = next(_NUMBERS.setdefault(first, itertools.count()))
+        self._identity = ((first.number, number), str(directory))
 
     def save(self, step: int) -> None:
         """Save the current state. Returns when the checkpoint is complete.
@@ -345,12 +346,15 @@ class Checkpointer:
         return _Save(self, entries, self._directory.staging(created), step)
 
     def _check_called_on_all_ranks(self, what: str) -> None:
-        """Check that all ranks have called this checkpointer. Collective.
+        """Check that all ranks have called this checkpointer. Collective. Checkpointers whose ranks
+        save into different directories are not checked.
 
         Raises:
             ValueError: Ranks have called different ones. All ranks raise.
         """
         told = agree(what, None, self._control, self._identity)
+        if not self._has_one_directory:
+            return
         first_ranks: dict[str, int] = {}
         for rank, (_, directory) in enumerate(told):
             first_ranks.setdefault(directory, rank)
@@ -359,9 +363,8 @@ class Checkpointer:
                 f"that of {path} on rank {rank}" for path, rank in first_ranks.items()
             )
             raise ValueError(
-                f"{what}: expected all ranks to call the same checkpointer; found {found}. Ranks "
-                "decide differently, for example by their own losses: decide by a value that "
-                "all_reduce has made equal"
+                f"{what}: expected all ranks to call the same checkpointer; found {found}. If "
+                "ranks decide by a value of their own, such as a loss, all-reduce it before"
             )
 
     def _write(self, save: _Save) -> None:
@@ -430,17 +433,21 @@ class _Save(threading.Thread):
         self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:
-        """Raise the error of the save, on all ranks. Does nothing after the first call.
+        """Raise the error of the save, on all ranks. Does nothing if that was done already.
 
         Raises:
             RuntimeError: The save failed on some rank.
         """
         if self not in _UNOBSERVED:
             return
-        _UNOBSERVED.remove(self)
         reason = "" if self._error is None else _reason(self._error)
         what = f"the end of Checkpointer's save of step {self.step}"
-        reasons: list[Any] = gather_objects(reason, self._checkpointer._control, what)
+        try:
+            reasons: list[Any] = gather_objects(reason, self._checkpointer._control, what)
+        except DifferentCallsError as different:
+            raise different from self._error
+        finally:
+            _UNOBSERVED.remove(self)
         reason = reason or next(filter(None, reasons), "")
         if reason:
             raise RuntimeError(f"saving step {self.step} failed: {reason}") from self._error

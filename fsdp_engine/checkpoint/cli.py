@@ -190,9 +190,9 @@ def export(
     keys = [path[1] for path in checkpoint.saved.paths.values() if path[0] == EXTRA_TENSORS]
     if others := sorted({str(key).partition(".")[0] for key in keys}):
         typer.echo(
-            "These are the trained weights. The checkpoint also has sharded tensors of "
-            f"{', '.join(others)} in extra. To write averages of "
-            "fe.EMA, load the checkpoint, and save within ema.swapped()"
+            f"{directory} has the trained weights. The checkpoint also has sharded tensors in its "
+            f"extra, under {', '.join(others)}. To write averages of fe.EMA, load the checkpoint, "
+            "and save within ema.swapped()"
         )
 
 

@@ -135,7 +135,8 @@ def checkpoint_sources(
         )
     reader = Reader(folder, metadata, buffer_bytes)
     buffer = ReadBuffer(buffer_bytes)
-    ties = Manifest.read(folder).ties if (folder / MANIFEST).is_file() else {}
+    found = Manifest.read(folder).ties if (folder / MANIFEST).is_file() else {}
+    ties = {name: first for name, first in found.items() if f"{MODEL}.{first}" in saved.entries}
     aliases: dict[str, list[str]] = {}
     for other, first in ties.items():
         aliases.setdefault(first, []).append(other)

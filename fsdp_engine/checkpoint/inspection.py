@@ -69,7 +69,7 @@ class Description:
         step, world_size, mesh, strategy, libraries: The values in the manifest.
         saved_at: The time of completion, in ISO 8601.
         trainable_only: Whether it was saved without frozen parameters.
-        ties: The other names of tied weights, by their first names.
+        ties: The further names of tied weights, each with the first name.
         num_files, num_bytes: The number and the total bytes of existing files.
         missing_files, stray_files: Names of files that do not exist, and of files that do not
             belong to the checkpoint.

@@ -43,6 +43,7 @@ class LocalCheckpointer(Checkpointer):
     """
 
     _directory_type = LocalDirectory
+    _has_one_directory = False
 
     def __init__(
         self,

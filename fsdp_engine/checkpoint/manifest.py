@@ -11,8 +11,8 @@
 
 The manifest of a checkpoint without frozen parameters contains ``"trainable_only": true`` and has
 format version 2. With sharded tensors within ``extra``, or with ``"stage"``, the place of a
-pipeline's stage, it has version 3. With ``"ties": {"head.weight": "embedding.weight"}``, the other
-names of tensors by their first names, it has version 4.
+pipeline's stage, it has version 3. With ``"ties": {"head.weight": "embedding.weight"}``, further
+names of tied weights with their first names, it has version 4.
 
 The manifest is written last. The checksum of a file detects changes after the write: CRC-32 detects
 all bursts of up to 32 bits, and misses one in four billion of other damages. It does not protect

@@ -182,19 +182,10 @@ def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict
 
 
 def ties(engine: ShardedModel) -> dict[str, str]:
-    """Returns the other names of the tensors with several names, and for each of them the first
-    name in the order of modules. Experts, which checkpoints contain under other names, are left
-    out."""
-    params = saved_params(engine)
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for name, value in _model_state(engine.model).items():
-        param = params.get(id(value))
-        if not isinstance(value, Tensor) or (param is not None and param.is_of_experts):
-            continue
-        if first.setdefault(id(value), name) != name:
-            found[name] = first[id(value)]
-    return found
+    """Map each further name of a tied weight to its first name. Experts, which checkpoints contain
+    under other names, are left out."""
+    names = [each.aliases for each in saved_params(engine).values() if not each.is_of_experts]
+    return {name: first for first, *others in names for name in others}
 
 
 def match_model(

@@ -85,6 +85,7 @@ class Run:
         self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
         self._signature: list[str] = []
+        self._ties: dict[str, str] = {}
 
     def await_ranks(self) -> None:
         """Wait until no other rank needs this one; see ``Engine.await_ranks``."""
@@ -118,6 +119,7 @@ class Run:
             warn_of_refused(entries[EXTRA], extra)
         entries |= tensors.section
         self._signature = tensors.signature
+        self._ties = ties(self._engine)
         return entries
 
     @property
@@ -160,7 +162,7 @@ class Run:
                 libraries=library_versions(),
                 trainable_only=self._trainable_only,
                 stage=self.place,
-                ties=ties(self._engine),
+                ties=self._ties,
             )
             manifest.write(folder)
             publish()
@@ -274,7 +276,7 @@ class Run:
                 continue
             # This is a warning and no error, because weights are already replaced here.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
-            warn(f"{problems[-1]}; it stays as it is")
+            warn(f"{problems[-1]}; it keeps the state from before the load")
         return RunReport(manifest.step, problems, found, of_rank_0)
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:

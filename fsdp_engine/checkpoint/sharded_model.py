@@ -230,6 +230,11 @@ class EngineLike(ShardedModel, Protocol):
 
     strategy: Strategy
 
+    @property
+    def number(self) -> int:
+        """The number of engines that were made before for the same ranks; equal on these ranks."""
+        ...
+
 
 Engines = EngineLike | Mapping[str, EngineLike]
 

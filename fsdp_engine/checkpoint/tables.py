@@ -78,7 +78,8 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     if found.trainable_only:
         line("parameters", "those that were trainable; frozen ones are not in it")
     if found.ties:
-        line("tied", listed([f"{name} is {first}" for name, first in found.ties.items()]))
+        names = listed([f"{name} is {first}" for name, first in found.ties.items()])
+        line("tied", f"{names} (stored and counted under each name)")
     line("files", f"{found.num_files}, {format_bytes(found.num_bytes)}")
     if found.missing_files:
         line("MISSING", listed(found.missing_files))

@@ -149,8 +149,8 @@ def advice_on_calls(what: str) -> str:
     advice = advice_for(what)
     return (
         "All ranks must make the same calls: also evaluation, saving and norms wait for every rank"
-        f"{advice and '; '}{advice}. If the named lines are right, look for an earlier call that "
-        "one rank has made once more."
+        f"{advice and '; '}{advice}. If the named lines are not the cause, an earlier call was "
+        "made by one rank only."
     )
 
 

@@ -35,8 +35,8 @@ def agree(
             :func:`~fsdp_engine.comm.rendezvous.error_of_another`.
         DifferentCallsError: Ranks have called different operations. All ranks raise.
     """
-    if isinstance(error, DifferentCallsError):
-        raise error  # all ranks have raised it, and will not come
+    if isinstance(error, DifferentCallsError) and error.group is group:
+        raise error  # all ranks of the group have raised it, so none enters this exchange
     found = None if error is None else (type(error).__name__, str(error))
     try:
         gathered: list[Any] = gather_objects((found, value), group, what, call=call)

@@ -401,7 +401,15 @@ def receive_(tensor: Tensor, group: dist.ProcessGroup, sender: int) -> None:
 
 
 class DifferentCallsError(RuntimeError):
-    """Ranks have called different operations, of which each is collective."""
+    """Ranks have called different collective operations.
+
+    Attributes:
+        group: The process group of these ranks.
+    """
+
+    def __init__(self, text: str, group: dist.ProcessGroup) -> None:
+        super().__init__(text)
+        self.group = group
 
 
 def gather_objects(
@@ -435,7 +443,8 @@ def gather_objects(
     if len(ranks_of) > 1:
         found = ", ".join(f"rank {rank} in {name}" for name, rank in ranks_of.items())
         raise DifferentCallsError(
-            f"{what}: expected all ranks to make the same calls in the same order; found {found}"
+            f"{what}: expected all ranks to make the same calls in the same order; found {found}",
+            group,
         )
     return [each for _, each in gathered]
 

@@ -227,7 +227,8 @@ class PlanFields(GivenOptions):
         needs=Needs.simulation,
     )
     loss: Callable[[Any], Tensor] | None = option(
-        "with --batch: module:function of the model's output",
+        "with --batch: module:function of the model's output; default: its loss, its only scalar, "
+        "or the sum of its first tensor",
         None,
         type=str | None,
         parse=import_function,

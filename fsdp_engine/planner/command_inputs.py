@@ -154,7 +154,8 @@ def example_inputs(model: nn.Module, sizes: Sequence[int]) -> dict[str, Tensor]:
 
 
 def default_loss(output: Any) -> Tensor:
-    """Returns the ``loss`` of a model's output, or the sum of its first floating-point tensor.
+    """Returns the ``loss`` of a model's output, or else its only 0-d floating-point tensor, or the
+    sum of its first floating-point tensor.
 
     Raises:
         ValueError: The output contains neither of them.
@@ -162,9 +163,13 @@ def default_loss(output: Any) -> Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
-    for leaf in tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple()):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            return leaf.sum()
+    leaves = tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple())
+    found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    scalars = [leaf for leaf in found if not leaf.ndim]
+    if len(scalars) == 1:
+        return scalars[0]
+    if found:
+        return found[0].sum()
     raise ValueError(f"loss: expected a tensor in the output; found {type(output).__name__}")
 
 

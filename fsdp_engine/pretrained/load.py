@@ -329,7 +329,8 @@ def _refuse_missing_adapters(model: nn.Module, folder: str, found: Match) -> Non
 def _mismatches(
     model: nn.Module, folder: str, report: LoadedPretrained, initialized: Collection[str]
 ) -> str:
-    """Describe the names that differ. ``initialized`` are those of tensors that had no values."""
+    """Describe the names that differ. ``initialized`` are those of tensors that this load has
+    initialized."""
     parts = []
     adapters = _adapter_names(model, report.missing)
     if adapters:

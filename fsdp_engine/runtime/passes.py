@@ -14,7 +14,7 @@ from fsdp_engine.runtime.unit import Call, Unit
 
 # Returns whether the running backward reaches a node.
 _will_run: Any = torch._C._will_engine_execute_node
-# Returns whether the running backward retains its graph.
+# Returns whether the running backward retains its graph; True if none is running.
 _retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # The number of expected input gradients of a call whose input was changed in place. The end of the

@@ -100,6 +100,8 @@ class Scheduler:
         # outputs are not observed. A backward may follow, as a re-entrant checkpoint repeats such a
         # call. So if gradients of the unit are missing, they may still arrive.
         self._uncounted: Counter[int] = Counter()
+        # Parameters with gradients of the optimizer whose step is running.
+        self._stepped: set[int] = set()
         # Whether the last forward ran within a stage of torch.distributed.pipelining.
         self._in_stage_of_torch = False
 
@@ -243,15 +245,21 @@ class Scheduler:
         order = self.reductions.canonical_order
         self.schedule.gather_before_forward(order, wait=wait, sharded=sharded)
 
-    def were_stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after a step of any optimizer. A backward of an earlier forward may follow, which
-        must not read changed weights; see :meth:`.Unit.were_stepped`."""
+    def note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note which parameters ``optimizer`` is about to step, since its own hooks may clear their
+        gradients before :meth:`invalidate_graphs`."""
+        may_run = any(unit.may_run_backward for unit in self.units)
+        self._stepped = _with_gradients(optimizer) if may_run else set()
+
+    def invalidate_graphs(self, optimizer: torch.optim.Optimizer) -> None:
+        """Invalidate the graphs of earlier forwards that read weights which ``optimizer`` has just
+        changed; see :meth:`.Unit.invalidate_graphs`."""
+        stepped, self._stepped = self._stepped, set()
         units = [unit for unit in self.units if unit.may_run_backward]
         if units and self._backward is None:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            stepped = {id(param) for param in params if param.grad is not None}
+            stepped |= _with_gradients(optimizer)
             for unit in units:
-                unit.were_stepped(stepped)
+                unit.invalidate_graphs(stepped)
 
     def gather_ahead(self, unit: Unit) -> None:
         """Prefetch a unit at the user's request."""
@@ -527,3 +535,9 @@ def _unknown(found: str) -> NotImplementedError:
         f"expected one backward at a time, which autograd runs once; found {found}. The extension "
         "nested_backwards, which is missing from this package, trains them"
     )
+
+
+def _with_gradients(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Returns the ``id``s of the optimizer's parameters that have gradients."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {id(param) for param in params if param.grad is not None}

@@ -489,9 +489,9 @@ class Unit:
         """Whether autograd has a graph of the unit that a backward has not freed."""
         return bool(self.pending_calls or self.num_unrecorded or self.num_retained)
 
-    def were_stepped(self, params: Collection[int]) -> None:
-        """Let autograd refuse each later backward of an earlier forward that reads a parameter that
-        an optimizer has changed since. The weights of that forward no longer exist.
+    def invalidate_graphs(self, params: Collection[int]) -> None:
+        """Make autograd refuse backwards of earlier forwards that read one of ``params``. The
+        weights of these forwards no longer exist.
 
         Args:
             params: ``id``s of the sharded parameters that an optimizer has changed.

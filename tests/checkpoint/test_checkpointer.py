@@ -422,6 +422,9 @@ def test_ranks_that_call_different_checkpointers_are_an_error_on_all() -> None:
     regular.save(4)
     dist.barrier()
     assert visible(folder) == ["all"]
+    of_other = fe.Checkpointer(f"{folder}/other", small()[1])
+    with pytest.raises(ValueError, match="same checkpointer"):
+        (regular if dist.get_rank() == 0 else of_other).save(4)
     # A name that each rank made itself is no mistake: rank 0 decides.
     own = fe.Checkpointer(f"{folder}/of-{dist.get_rank()}", engine, optimizer)
     own.save(5)

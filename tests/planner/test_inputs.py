@@ -64,6 +64,9 @@ def test_other_models_need_a_function() -> None:
         example_inputs(nn.Linear(2, 2), (2, 8))
     with pytest.raises(ValueError, match="loss: expected a tensor in the output; found dict"):
         default_loss({"tokens": torch.zeros(2, dtype=torch.long)})
+    logits, loss = torch.ones(2, 3), torch.tensor(5.0)
+    assert default_loss((logits, loss)) is loss
+    assert default_loss((logits, {"main": loss, "extra": loss + 1})) == 6
     with pytest.raises(ValueError, match="batch: expected rows x length, such as 4x4096; found 4"):
         example_inputs(transformers.LlamaForCausalLM(transformers.LlamaConfig(**_TEXT)), (4,))
 

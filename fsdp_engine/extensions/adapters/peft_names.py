@@ -225,12 +225,12 @@ class AdapterLayers:
                 if adapter in (rows := getattr(layer, attribute)):
                     rows[adapter].normal_()
             layer.reset_lora_parameters(adapter, method)
-            _round_as_base(layer, adapter)
+            _round_to_base_dtype(layer, adapter)
         elif isinstance(layer, IA3Layer):
             layer.ia3_l[adapter].normal_()
             if config.init_ia3_weights:
                 layer.reset_ia3_parameters(adapter)
-            _round_as_base(layer, adapter)
+            _round_to_base_dtype(layer, adapter)
         elif path.rpartition(".")[2] == "prompt_encoder":
             _draw_prompt(path, adapter, layer, config)
         else:
@@ -323,9 +323,9 @@ def _reset_parameters(by_adapter: Mapping[str, nn.Module], adapter: str) -> None
             reset()
 
 
-def _round_as_base(layer: Any, adapter: str) -> None:
+def _round_to_base_dtype(layer: Any, adapter: str) -> None:
     """Round an adapter to the dtype of its base layer. PEFT draws adapters in fp32, casts them to
-    that dtype, and widens those in 16 bits to fp32 afterwards."""
+    that dtype, and later casts those in fp16 and bf16 back to fp32."""
     dtype = _dtype_of_base(layer)
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
         parts = getattr(layer, attribute, None)

@@ -380,9 +380,9 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
 
 
 def _user_frame(thread: int) -> str:
-    """Returns the innermost frame of a thread outside of this package and torch, the next one, such
-    as the loop that called a model's forward, and if both are in installed packages, the innermost
-    one that is not."""
+    """Returns the place of a thread outside of this package and torch: the innermost two frames,
+    such as a model's forward and the loop that called it. If both are in installed packages, the
+    innermost frame of the user's own code follows."""
     innermost = sys._current_frames().get(thread)
     frame = user_frame(innermost) or innermost
     if frame is None:

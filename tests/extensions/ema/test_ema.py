@@ -228,7 +228,7 @@ def test_an_export_says_that_averages_are_left_out(ranks: Ranks, tmp_path: Path)
     ranks.run(save_with_averages, str(tmp_path / "run"), world_size=2)
     command = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
     output = CliRunner().invoke(cli.app, command, catch_exceptions=False).output
-    assert "also has sharded tensors of ema in extra" in output
+    assert "also has sharded tensors in its extra, under ema." in output
 
 
 @on_ranks(2)
