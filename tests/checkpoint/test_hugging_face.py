@@ -197,7 +197,10 @@ def test_sizes_are_positive_and_decimal() -> None:
 def save_and_export(folder: str) -> None:
     _, engine, optimizer = trained(LEVEL_3)
     fe.save_checkpoint(f"{folder}/checkpoint", engine, optimizer)
-    fe.Checkpointer(f"{folder}/job", engine, optimizer).save(1)
+    checkpointer = fe.Checkpointer(f"{folder}/job", engine, optimizer)
+    checkpointer.save_async(1)
+    engine.full_state_dict()  # while a thread writes
+    checkpointer.close()
     export_safetensors(engine, f"{folder}/engine", torch.bfloat16, 2000)
     export_safetensors(engine, f"{folder}/engine-exact")
     cut = {
