@@ -110,8 +110,8 @@ def shard(
             and return a bool. Each matching module is one unit; all modules that a tuple matches
             form one unit. None: the children of the outermost ``nn.ModuleList`` and
             ``nn.Sequential``, and the modules beside them.
-        mp_policy: Dtypes of weights, gradients and reductions. None: the dtype of each parameter,
-            with fp32 main weights.
+        mp_policy: Dtypes of weights, gradients and reductions. None: forward computes in the dtype
+            of each parameter, and main weights of those in 16 bits are fp32.
         initial_values: Source of the initial values. "same": all ranks have built the same values;
             the call compares them. If only the first rank has values and the model of the others is
             on the meta device, the values of the first rank are broadcast. "rank0": the parameters

@@ -19,10 +19,12 @@ from fsdp_engine.buffers.full_values import set_main
 from fsdp_engine.buffers.main_views import main_views, part_like
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.buffers.published_gradients import local_part
+from fsdp_engine.comm.agreement import agree
 from fsdp_engine.engine import Engine
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.step_listeners import add_step_check
 from fsdp_engine.runtime.gradient_observer import GradientObserver
+from fsdp_engine.strategies import Role
 
 _SHADOW = "shadow"
 _BUFFERS = "buffers"
@@ -147,7 +149,8 @@ class EMA:
         weights.
 
         Raises:
-            RuntimeError: A forward or a backward is running, or the context is entered twice.
+            RuntimeError: A forward or a backward is running, the context is entered twice, or other
+                ranks are in another call.
                 Within the context: a backward begins, an optimizer steps, or ``update`` is called.
         """
         self._engine.check_trained_weights("EMA.swapped()")
@@ -155,6 +158,8 @@ class EMA:
         engine.scheduler.check_at_rest("EMA.swapped()")
         engine.missing_values.check()
         engine.await_ranks()
+        if engine.strategy.depth(Role.OPTIM):  # ranks gather shards of each other
+            agree("EMA.swapped()", None, engine.ranks.control_group)
         current = self._model_buffers() if self._buffers else {}
         with ExitStack() as stack:
             for average in self._averages:

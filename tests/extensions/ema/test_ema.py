@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import cli
+from fsdp_engine.comm.agreement import agree
 from tests import reference
 from tests.models import DIM, Chain, Normalised, lora_model, odd_model, vector_batch
 from tests.pool import Ranks, on_few_ranks, on_ranks
@@ -214,6 +215,17 @@ def test_averages_begin_as_torchs_averaged_model_begins_them_on_request() -> Non
     expected = dict(averaged.module.named_parameters())
     for name, average in averages(ema).items():
         torch.testing.assert_close(average, expected[name].detach())
+
+
+@on_ranks(2)
+def test_a_rank_that_enters_the_context_alone_is_told_so() -> None:
+    for level in ("optim", "optim_grads_params"):
+        _, engine, _ = build(odd_model, {"strategy": level})
+        ema = fe.EMA(engine)
+        other = partial(agree, "evaluation", None, engine.ranks.control_group)
+        call: Callable[[], Any] = ema.swapped().__enter__ if dist.get_rank() == 0 else other
+        with pytest.raises(RuntimeError, match=r"rank 0 in EMA\.swapped\(\), rank 1 in evaluation"):
+            call()
 
 
 def save_with_averages(folder: str) -> None:
