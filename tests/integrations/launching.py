@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -41,12 +40,6 @@ def train_undisturbed(arguments: list[str]) -> list[float]:
     job = prepare(parse_settings(arguments), Job)
     job.train()
     return [record.loss for record in job.curve.steps]
-
-
-def free_port() -> int:
-    with socket.socket() as each:
-        each.bind(("localhost", 0))
-        return int(each.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:

@@ -25,11 +25,11 @@ from tests.integrations.launching import (
     ROOT,
     Launched,
     arguments_of,
-    free_port,
     train_undisturbed,
     wait_until,
 )
 from tests.pool import Ranks
+from tests.ports import free_port
 from tests.processes import torchrun
 from train_gpt import Job, prepare
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -36,6 +35,7 @@ from fsdp_engine.strategies import LEVELS
 from tests.checkpoint.scene import shared_folder, update
 from tests.matrices import thorough_but
 from tests.pool import on_ranks
+from tests.ports import free_port
 
 NUM_STEPS = 2
 
@@ -178,10 +178,8 @@ main()
 
 def run_on_ranks(program: str, num_ranks: int = 2) -> tuple[list[str], list[str], list[int]]:
     """What ``program`` prints on each rank, its errors there, and its exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    port = str(free_port())
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", program],
