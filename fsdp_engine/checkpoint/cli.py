@@ -187,8 +187,8 @@ def export(
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     typer.echo(f"{folder} -> {directory}: {len(files)} files, {format_bytes(size)}")
-    keys = [path[1] for path in checkpoint.saved.paths.values() if path[0] == EXTRA_TENSORS]
-    if others := sorted({str(key).partition(".")[0] for key in keys}):
+    keys = checkpoint.saved.below(EXTRA_TENSORS)
+    if others := sorted({key.split(".")[1] for key in keys}):
         typer.echo(
             f"{directory} has the trained weights. The checkpoint also has sharded tensors in its "
             f"extra, under {', '.join(others)}. To write averages of fe.EMA, load the checkpoint, "

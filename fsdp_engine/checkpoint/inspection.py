@@ -110,10 +110,12 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
     files = checkpoint.files()
     num_files, num_bytes = count_files(checkpoint.folder, files)
     sections: dict[str, SectionRow] = {}
+    rows: dict[str, list[TensorRow]] = {}
     for key in saved.entries:
         if key in (TRAINABLE_ONLY, STAGE):
             continue
-        section = sections.setdefault(checkpoint.section(key), SectionRow())
+        name = checkpoint.section(key)
+        section = sections.setdefault(name, SectionRow())
         row = checkpoint.tensors.get(key)
         if row is None:
             section.objects += 1
@@ -121,6 +123,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
             section.tensors += 1
             section.elements += math.prod(row.shape)
             section.bytes += tensor_bytes(row)
+            rows.setdefault(name, []).append(row)
     kinds = saved.below(OPTIMIZER, KIND)
     groups, num_groups = _groups(checkpoint)
     return Description(
@@ -143,12 +146,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
         num_groups=num_groups,
         extra=_extra(checkpoint),
         num_ranks=len(saved.below(RANKS)),
-        tensors=[
-            row
-            for name in sections
-            for key, row in checkpoint.tensors.items()
-            if checkpoint.section(key) == name
-        ],
+        tensors=[row for name in sections for row in rows.get(name, ())],
     )
 
 

@@ -437,11 +437,14 @@ def gather_objects(
     gathered: list[Any] = [None] * group.size()
     with naming(what, group):
         dist.all_gather_object(gathered, (call or what, value), group=group)
-    ranks_of: dict[str, int] = {}
+    first_ranks: dict[str, int] = {}
     for rank, (name, _) in enumerate(gathered):
-        ranks_of.setdefault(name, dist.get_global_rank(group, rank))
-    if len(ranks_of) > 1:
-        found = ", ".join(f"rank {rank} in {name}" for name, rank in ranks_of.items())
+        first_ranks.setdefault(name, rank)
+    if len(first_ranks) > 1:
+        found = ", ".join(
+            f"rank {dist.get_global_rank(group, rank)} in {name}"
+            for name, rank in first_ranks.items()
+        )
         raise DifferentCallsError(
             f"{what}: expected all ranks to make the same calls in the same order; found {found}",
             group,

@@ -248,16 +248,17 @@ class Scheduler:
     def note_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Note which parameters ``optimizer`` is about to step, since its own hooks may clear their
         gradients before :meth:`invalidate_graphs`."""
-        may_run = any(unit.may_run_backward for unit in self.units)
-        self._stepped = _with_gradients(optimizer) if may_run else set()
+        is_needed = self._backward is None and any(unit.may_run_backward for unit in self.units)
+        self._stepped = _with_gradients(optimizer) if is_needed else set()
 
     def invalidate_graphs(self, optimizer: torch.optim.Optimizer) -> None:
         """Invalidate the graphs of earlier forwards that read weights which ``optimizer`` has just
         changed; see :meth:`.Unit.invalidate_graphs`."""
         stepped, self._stepped = self._stepped, set()
-        units = [unit for unit in self.units if unit.may_run_backward]
-        if units and self._backward is None:
-            stepped |= _with_gradients(optimizer)
+        if self._backward is not None:
+            return
+        if units := [unit for unit in self.units if unit.may_run_backward]:
+            stepped = stepped or _with_gradients(optimizer)  # not noted: the step had a closure
             for unit in units:
                 unit.invalidate_graphs(stepped)
 

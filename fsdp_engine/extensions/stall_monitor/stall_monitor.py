@@ -43,7 +43,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from fsdp_engine.callers import PACKAGES, user_frame
+from fsdp_engine.callers import is_installed, own_frame, user_frame
 from fsdp_engine.comm import activity
 from fsdp_engine.comm.activity import ACTIVITY, Monitor
 from fsdp_engine.comm.host_threads import machine
@@ -390,20 +390,9 @@ def _user_frame(thread: int) -> str:
     frames = [frame]
     if (caller := user_frame(frame.f_back)) is not None:
         frames.append(caller)
-    if all(map(_is_installed, frames)) and (own := _own_frame(frames[-1])) is not None:
-        frames.append(own)
+    if all(is_installed(each.f_code.co_filename) for each in frames):
+        frames += filter(None, [own_frame(frames[-1])])
     return ", called at ".join(map(_line_of, frames))
-
-
-def _own_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost of ``frame`` and its callers that is not in an installed package."""
-    while (frame := user_frame(frame)) is not None and _is_installed(frame):
-        frame = frame.f_back
-    return frame
-
-
-def _is_installed(frame: FrameType) -> bool:
-    return any(folder in frame.f_code.co_filename for folder in PACKAGES)
 
 
 def _line_of(frame: FrameType) -> str:
