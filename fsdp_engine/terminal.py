@@ -165,6 +165,11 @@ def not_shown(found: Fitted, width: int | None) -> str:
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """Format a count of things, such as "1 rank" and "2 ranks"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a binary unit, such as 1.5 GiB."""
     for unit in BYTE_UNITS:

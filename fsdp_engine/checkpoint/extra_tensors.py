@@ -40,7 +40,7 @@ from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
 from fsdp_engine.memory import allocator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Reference:
     """Replaces a sharded tensor in a pickle.
 
@@ -58,6 +58,9 @@ class Reference:
     shape: tuple[int, ...]
     requires_grad: bool
     placement: FlatPlacement | None = dataclasses.field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<sharded tensor {[*self.shape]}>"
 
     def __reduce__(self) -> Any:
         args = (self.key, self.param, self.shape, self.requires_grad, self.placement)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.checkpoint.export_source import saved_parts
+from fsdp_engine.checkpoint.extra_tensors import Reference
 from fsdp_engine.checkpoint.manifest import TensorRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
@@ -77,7 +78,7 @@ class Description:
             its names), optimizer, extra, ranks, and "other".
         optimizer: The name of the optimizer's class.
         groups: The first ``MAX_GROUPS`` param groups of the optimizer.
-        extra: The ``extra`` of rank 0 by name, shortened.
+        extra: The values in ``extra`` of rank 0 by path, shortened. A dict of tensors is one value.
         num_ranks: The number of ranks that have saved random states and ``extra``.
         tensors: A row for each tensor, by section.
     """
@@ -212,9 +213,25 @@ def _extra(checkpoint: StoredCheckpoint) -> dict[str, str]:
             shown[key] = f"unreadable: {error}"
             continue
         if isinstance(value, Mapping):
-            shown |= {str(each): shorten(content) for each, content in value.items()}
+            shown |= _rows_of(value)
         else:
             shown[key] = f"{size:,} bytes"
+    return shown
+
+
+def _rows_of(values: Mapping[Any, Any], above: str = "") -> dict[str, str]:
+    """Returns the values of nested mappings, formatted, by path."""
+    shown: dict[str, str] = {}
+    for name, value in values.items():
+        path = f"{above}{name}"
+        if not isinstance(value, Mapping) or not value:
+            shown[path] = shorten(value)
+            continue
+        shapes = [each.shape for each in value.values() if isinstance(each, Reference | Tensor)]
+        if len(shapes) == len(value) > 1:
+            shown[path] = f"{len(shapes):,} tensors, {sum(map(math.prod, shapes)):,} elements"
+        else:
+            shown |= _rows_of(value, f"{path}.")
     return shown
 
 

@@ -40,6 +40,7 @@ from fsdp_engine.checkpoint.model_state import EXTRA, RANKS, Saved, ties
 from fsdp_engine.checkpoint.optimizer_state import optimizer_kind
 from fsdp_engine.checkpoint.reader import check_sizes, verify_files
 from fsdp_engine.checkpoint.run_state import (
+    RandomUse,
     Stateful,
     check_extra,
     digests,
@@ -84,6 +85,7 @@ class Run:
         self._optimizer = optimizer
         self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
+        self._random_use = RandomUse(self.ranks.device)
         self._signature: list[str] = []
         self._ties: dict[str, str] = {}
 
@@ -111,7 +113,8 @@ class Run:
             self._engine, self._optimizer, trainable_only=self._trainable_only
         )
         extra = {name: value.state_dict() for name, value in self._extra.items()}
-        own = {"random": random_state(self.ranks.device), "extra": extra}
+        random = random_state(self.ranks.device)
+        own = {"random": random, "draws": self._random_use.is_used(random), "extra": extra}
         tensors = ExtraTensors(self._engine)
         entries[RANKS] = {str(self.ranks.rank): tensors.pack(own, extra)}
         if self.ranks.rank == 0:
@@ -190,6 +193,7 @@ class Run:
         found: dict[str, Any] = {}
         foreign: list[str] = []
         rows: list[dict[str, str]] = []
+        draws: list[bool] = []  # whether saved ranks have drawn from global generators
 
         def others(saved: Saved) -> Sequence[str]:
             # The loading ranks share the comparison of the extras of the saved ranks.
@@ -197,6 +201,7 @@ class Run:
             return () if is_same_job else by_rank[self.ranks.rank :: self.ranks.size]
 
         def examine(own: dict[str, Any]) -> None:
+            draws.append(own.get("draws", True))
             extra = own["extra"]
             rows.append(digests({name: extra[name] for name in self._extra if name in extra}))
 
@@ -246,22 +251,25 @@ class Run:
 
         of_rank_0: list[str] = []
         if is_same_job and ranks_key in match.targets:
-            set_random_state(match.targets[ranks_key]["random"], self.ranks.device)
+            own = match.targets[ranks_key]
+            set_random_state(own["random"], self.ranks.device)
+            self._random_use.restart(was_used=own.get("draws", True))
         elif not is_same_job:
-            of_rank_0 = self._different(rows)
-            warn(
-                f"{self.ranks.size} ranks load what {manifest.world_size} saved, so random states "
-                "stay as they are, and a loop that draws its batches by them repeats the first "
-                "ones. Seed each step by its number and the rank, or call "
-                "torch.manual_seed(seed + step * ranks + rank) now"
-            )
-        if of_rank_0:
-            more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""
-            warn(
-                f"{self.ranks.size} ranks load what {manifest.world_size} ranks saved, which had "
-                f"different values of {', '.join(of_rank_0[:8])}{more}; every rank has loaded "
-                "those of rank 0"
-            )
+            of_rank_0, was_used = self._of_other_ranks(rows, draws)
+            self._random_use.restart(was_used=was_used)
+            other = f"expected {self.ranks.size} ranks at the save; found {manifest.world_size}. "
+            if was_used:
+                warn(
+                    f"{other}Random states stay as they are, so that a loop that draws its batches "
+                    "by them repeats the first ones. Seed each step by its number and the rank, or "
+                    "call torch.manual_seed(seed + step * ranks + rank) now"
+                )
+            if of_rank_0:
+                more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""
+                warn(
+                    f"{other}The saved ranks had different values of "
+                    f"{', '.join(of_rank_0[:8])}{more}; every rank has loaded those of rank 0"
+                )
         problems = [*match.problems, *foreign]
         if match.has_sharded_objects:
             self._load_extra(found)
@@ -284,11 +292,15 @@ class Run:
             if name in found:
                 value.load_state_dict(found[name])
 
-    def _different(self, rows: list[dict[str, str]]) -> list[str]:
-        """Returns the paths of the values that differ between the saved ranks. Collective.
+    def _of_other_ranks(
+        self, rows: list[dict[str, str]], draws: list[bool]
+    ) -> tuple[list[str], bool]:
+        """Returns the paths of the values that differ between the saved ranks, and whether a saved
+        rank has drawn from global generators. Collective.
 
         Args:
             rows: Digests by path of each ``extra`` of a saved rank that this rank has read.
+            draws: For each of these ranks, whether it has drawn.
         """
         control = self.ranks.control_group
         firsts: list[Any] = gather_objects(
@@ -296,8 +308,8 @@ class Run:
         )
         first: dict[str, str] = firsts[0]
         mine = {path for row in rows for path in first | row if row.get(path) != first.get(path)}
-        every: list[Any] = gather_objects(sorted(mine), control, "a load of extra")
-        return sorted(set().union(*every))
+        every: list[Any] = gather_objects((sorted(mine), any(draws)), control, "a load of extra")
+        return sorted(set().union(*(paths for paths, _ in every))), any(used for _, used in every)
 
     def _check_files(self, files: CheckpointFiles, verify: bool) -> Manifest:
         """Check the files of a checkpoint, and return its manifest. The ranks share the work.

@@ -75,6 +75,44 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
         module_of(device).set_rng_state(state[device.type], device)
 
 
+class RandomUse:
+    """Records whether a run has drawn from the global generators.
+
+    A run that seeds generators of its own does not depend on their states.
+
+    Args:
+        device: The device whose generator is observed, too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._was_used = False
+        self._before = self._digests(random_state(device))
+
+    def is_used(self, state: Mapping[str, Any]) -> bool:
+        """Returns whether a generator has changed since the start of the run, which may be an
+        earlier job.
+
+        Args:
+            state: The current random state.
+        """
+        now = self._digests(state)
+        common = self._before.keys() & now.keys()
+        return self._was_used or any(self._before[name] != now[name] for name in common)
+
+    def restart(self, *, was_used: bool) -> None:
+        """Begin at the current states, for example after a load.
+
+        Args:
+            was_used: Whether the run had drawn before.
+        """
+        self._was_used = was_used
+        self._before = self._digests(random_state(self._device))
+
+    def _digests(self, state: Mapping[str, Any]) -> dict[str, str]:
+        return {name: _digest(each) for name, each in state.items()}
+
+
 def digests(value: Any) -> dict[str, str]:
     """Returns a digest of each plain value in containers, by its path, by which ranks are
     compared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich.markup import escape
 from rich.table import Table
@@ -19,13 +19,14 @@ from fsdp_engine.checkpoint.manifest import TensorRow
 from fsdp_engine.checkpoint.model_state import (
     EXTRA,
     MODEL,
+    OPTIMIZER,
     RANKS,
 )
 from fsdp_engine.checkpoint.offline import StoredCheckpoint
-from fsdp_engine.terminal import format_bytes
+from fsdp_engine.terminal import counted, format_bytes
 
 # Maximum number of tensors that are shown without grouping.
-MAX_TENSORS = 100
+MAX_TENSORS = 40
 # Maximum number of lines that are shown without --all.
 MAX_LINES = 40
 
@@ -40,9 +41,9 @@ def title(checkpoint: StoredCheckpoint) -> str:
     if manifest is None:
         return f"{checkpoint.folder}: without a manifest"
     mesh = " x ".join(str(size) for size in manifest.mesh.values())
+    ranks = counted(manifest.world_size, "rank")
     return (
-        f"{checkpoint.folder}: step {manifest.step}, {manifest.world_size} ranks ({mesh}), "
-        f"{_pair(manifest.strategy)}"
+        f"{checkpoint.folder}: step {manifest.step}, {ranks} ({mesh}), {_pair(manifest.strategy)}"
     )
 
 
@@ -71,7 +72,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     line("saved", found.saved_at)
     if found.mesh is not None and found.strategy is not None:
         mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items())
-        line("world", f"{found.world_size} ranks ({mesh})")
+        line("world", f"{counted(found.world_size or 0, 'rank')} ({mesh})")
         line("strategy", _pair(found.strategy))
     if found.libraries is not None:
         line("libraries", ", ".join(f"{name} {value}" for name, value in found.libraries.items()))
@@ -88,26 +89,31 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     for name, section in found.sections.items():
         if name in (EXTRA, RANKS) and not section.tensors:
             continue  # shown in separate lines
-        parts = []
+        parts = [found.optimizer] if name == OPTIMIZER and found.optimizer is not None else []
         if section.tensors:
             parts.append(
-                f"{section.elements:,} elements in {section.tensors:,} tensors, "
+                f"{section.elements:,} elements in {counted(section.tensors, 'tensor')}, "
                 f"{format_bytes(section.bytes)}"
             )
-        if section.objects:
-            parts.append(f"{section.objects:,} objects")
+        if section.objects and name not in (EXTRA, OPTIMIZER):
+            parts.append(counted(section.objects, "object"))
         line(name, ", ".join(parts))
-    if found.optimizer is not None:
-        line("class", found.optimizer)
+        if name == OPTIMIZER:
+            _add_groups(line, found)
+    shown = [f"{key}: {value}" for key, value in found.extra.items()]
+    more = len(shown) - MAX_LINES
+    line("extra of rank 0", *shown[:MAX_LINES], *([f"and {more:,} more (--json)"] * (more > 0)))
+    if found.num_ranks:
+        line("each rank's own", f"random states and extra of {counted(found.num_ranks, 'rank')}")
+    return table
+
+
+def _add_groups(line: Callable[..., None], found: Description) -> None:
     for group in found.groups:
         values = ", ".join(f"{key} {value}" for key, value in group.hyperparameters.items())
-        line(f"group {group.number}", f"{group.parameters:,} parameters: {values}")
+        line(f"  group {group.number}", f"{counted(group.parameters, 'parameter')}: {values}")
     if found.num_groups > len(found.groups):
         line("", f"and {found.num_groups - len(found.groups):,} groups more")
-    line("extra of rank 0", *(f"{key}: {value}" for key, value in found.extra.items()))
-    if found.num_ranks:
-        line("each rank's own", f"random states and extra of {found.num_ranks:,} ranks")
-    return table
 
 
 def tensors(rows: Sequence[TensorRow], every: bool) -> Table:

@@ -61,6 +61,9 @@ class Monitor:
         """Whether the monitor belongs to the current default group."""
         return False
 
+    def begin_forward(self) -> None:
+        """Record the user's line that begins a forward pass."""
+
     def watch(self, lanes: Sequence[Any]) -> None:
         """Observe the submissions to these device lanes, by replacing ``recent`` of each lane."""
 

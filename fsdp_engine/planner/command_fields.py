@@ -20,6 +20,7 @@ from fsdp_engine.planner.option_values import (
     PRESET_NAMES,
     SELECTIVE,
     import_function,
+    import_optimizer,
     parsed_bytes,
     parsed_count,
     parsed_degrees,
@@ -220,10 +221,11 @@ class PlanFields(GivenOptions):
     )
     progress: bool = False
     optimizer: MakeOptimizer | None = option(
-        "with --batch: module:function of the parameters; default: AdamW",
+        "with --batch: a class of torch.optim, such as SGD, or module:function of the parameters; "
+        "default: AdamW",
         None,
         type=str | None,
-        parse=import_function,
+        parse=import_optimizer,
         needs=Needs.simulation,
     )
     loss: Callable[[Any], Tensor] | None = option(

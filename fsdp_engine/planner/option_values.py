@@ -24,6 +24,34 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "fp64": "fl
 PRESET_NAMES = ("a100", "h100", "h200", "b200")
 
 
+def import_optimizer(spec: str, what: str) -> Callable[..., Any]:
+    """Returns the class in ``torch.optim`` of this name, in any case, or the function of
+    ``module:function``.
+
+    Args:
+        spec: The name.
+        what: Name of the argument, for errors.
+
+    Raises:
+        ValueError: There is no such class, module or function.
+    """
+    if ":" in spec:
+        return import_function(spec, what)
+    from torch import optim
+
+    optimizers = {
+        name.lower(): each
+        for name, each in vars(optim).items()
+        if isinstance(each, type) and issubclass(each, optim.Optimizer)
+    }
+    if (found := optimizers.get(spec.lower())) is None:
+        raise ValueError(
+            f"{what}: expected a class of torch.optim, such as AdamW, or module:function; found "
+            f"{spec!r}"
+        )
+    return found
+
+
 def import_function(spec: str, what: str) -> Callable[..., Any]:
     """Import the function of ``module:function``. The working directory is added to ``sys.path``.
 

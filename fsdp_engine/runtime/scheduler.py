@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsdp_engine.comm.activity import monitor
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.options import Timing
 from fsdp_engine.runtime.call_context import call_context, in_function_of_autograd
@@ -190,6 +191,7 @@ class Scheduler:
                 "call engine.reset() before the next forward"
             )
         forward = self._make_forward()
+        monitor().begin_forward()
         if self.reductions.stream.is_new():
             # Autograd accumulates a gradient on the stream that was current when its node was
             # created, so the nodes are created again.

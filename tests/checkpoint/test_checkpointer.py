@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ from fsdp_engine.checkpoint import direct_file, writer
 from fsdp_engine.checkpoint import manifest as manifest_module
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
+from fsdp_engine.checkpoint.run_state import RandomUse, random_state
 from tests import reference
 from tests.checkpoint.scene import (
     Values,
@@ -575,21 +577,55 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert different(contents(model, optimizer), before)
 
 
-def save_there(folder: str) -> None:
-    fe.Checkpointer(folder, fe.shard(nn.Linear(4, 4))).save(1)
+def save_there(folder: str, drawing: int | None) -> None:
+    """Save a run in which rank ``drawing`` draws from a global generator; None: no rank does."""
+    checkpointer = fe.Checkpointer(folder, fe.shard(nn.Linear(4, 4)))
+    torch.randn(4, generator=torch.Generator().manual_seed(0))
+    if dist.get_rank() == drawing:
+        torch.randn(4)
+    checkpointer.save(1)
+    checkpointer.close()
 
 
-def warnings_there(folder: str) -> list[str]:
+def warnings_there(folder: str, save_again: bool = False) -> list[str]:
     checkpointer = fe.Checkpointer(folder, fe.shard(nn.Linear(4, 4)))
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         checkpointer.load()
-    return [str(each.message) for each in shown if "random states" in str(each.message)]
+    if save_again:
+        checkpointer.save(2)
+    checkpointer.close()
+    return [str(each.message) for each in shown if "Random states" in str(each.message)]
 
 
-def test_other_ranks_are_warned_that_random_states_stay(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(save_there, str(tmp_path), world_size=2)
-    assert ranks.run(warnings_there, str(tmp_path), world_size=2) == [[], []]
-    (text,), *others = ranks.run(warnings_there, str(tmp_path), world_size=3)
-    assert "3 ranks load what 2 saved, so random states stay as they are" in text
-    assert others == [[], []]
+@pytest.mark.parametrize("drawing", [None, 0, 1])
+def test_other_ranks_are_warned_that_random_states_stay(
+    ranks: Ranks, tmp_path: Path, drawing: int | None
+) -> None:
+    folder = str(tmp_path)
+    ranks.run(save_there, folder, drawing, world_size=2)
+    # The second save follows a load, and nothing is drawn after it: the run has drawn before.
+    assert ranks.run(warnings_there, folder, True, world_size=2) == [[], []]
+    for again in (True, False):
+        (texts, *others) = ranks.run(warnings_there, folder, again, world_size=3)
+        if drawing is None:
+            assert texts == []
+        elif again:
+            (text,) = texts
+            assert "expected 3 ranks at the save; found 2. Random states stay as they are" in text
+        assert others == [[], []]
+    (text, *_) = ranks.run(warnings_there, folder, world_size=1)
+    assert len(text) == (drawing is not None)
+
+
+def test_each_global_generator_counts_as_drawn() -> None:
+    device = torch.device("cpu")
+    for draw in (torch.randn, random.random, numpy.random.rand):
+        use = RandomUse(device)
+        assert not use.is_used(random_state(device))
+        draw(*(() if draw is random.random else (1,)))
+        assert use.is_used(random_state(device))
+        use.restart(was_used=False)
+        assert not use.is_used(random_state(device))
+        use.restart(was_used=True)
+        assert use.is_used(random_state(device))

@@ -253,6 +253,8 @@ def test_functions_are_named_and_inputs_of_transformers_have_sizes(asked: dict[s
     assert asked["loss"] is models.negated
     assert asked["batch"] is models.words
     assert type(asked["build"]()) is models.Words
+    run(f"{OF_WORDS} --optimizer sgd")
+    assert asked["optimizer"] is torch.optim.SGD
     run("--model config.json --batch 2x16 --world 4")
     assert type(asked["build"]()).__name__ == "LlamaForCausalLM"
     shapes = {name: tuple(each.shape) for name, each in asked["batch"].items()}
@@ -412,6 +414,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--trace nowhere/a.json", "nowhere/a.json: no folder nowhere"),
         ("--save .", "--save: expected a file that can be written; found .: a folder"),
         ("--optimizer-bytes 4", "--optimizer-bytes: expected without --batch; found with it"),
+        ("--optimizer sdg", "expected a class of torch.optim, such as AdamW, or module:function"),
         ("--formulas --trace a.json", "--trace: expected without --formulas"),
         ("--formulas --scaling", "--scaling: expected without --formulas; found with it"),
         ("--offload disk", "--offload-folder: expected with --offload disk; found"),

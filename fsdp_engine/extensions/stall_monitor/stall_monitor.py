@@ -15,6 +15,10 @@ leaves a last message.
 A rank that raises while others wait for it can leave them a reason (``give_reason``): their waits
 then fail with that error.
 
+Each rank records the lines that begin its forwards. If another rank began one of them at another
+line, the error names both: a forward that one rank runs alone is often answered by a later forward
+of the other ranks, so that the first wait that fails is far from the cause.
+
 The same thread logs waits of the host, and operations on a device's stream, that take longer than
 ``activity.PATIENCE_SECONDS``, with the missing ranks. This is long before the timeout of the
 process group, which on NCCL ends the process.
@@ -37,8 +41,8 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from textwrap import shorten
-from types import FrameType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -56,6 +60,8 @@ MOST_CHECKS_PER_SECOND = 500
 ANSWER_SECONDS = 3.0
 # Number of recent submissions of a lane that are kept to find the one that is stuck.
 _MOST_RECENT = 256
+# Number of recent runs of forwards from one line that are kept to find those that ranks differ in.
+_MOST_RUNS = 64
 _SLICE = timedelta(seconds=1)
 _MOST_NAMED = 8
 _log = logging.getLogger("fsdp_engine")
@@ -120,6 +126,49 @@ class SubmittedWork:
         return None
 
 
+class ForwardLines:
+    """The user's lines that begin the forwards of this rank, the latest last.
+
+    Consecutive forwards from one line are one run, so that loops of any length are short.
+
+    Attributes:
+        num_forwards: The number of forwards that have begun.
+    """
+
+    def __init__(self) -> None:
+        self.num_forwards = 0
+        self._runs: deque[_Run] = deque(maxlen=_MOST_RUNS)
+
+    def append(self, frame: FrameType | None) -> None:
+        """Record a forward that the code of ``frame`` begins."""
+        if frame is None:
+            return
+        code, line = frame.f_code, frame.f_lineno
+        last = self._runs[-1] if self._runs else None
+        if last is None or last.line != line or last.code is not code:
+            self._runs.append(_Run(self.num_forwards, code, line))
+        self.num_forwards += 1
+
+    def as_json(self) -> str:
+        """Returns the number of forwards and the first number and the place of each run."""
+        num_forwards = self.num_forwards
+        # The training thread may append to the deque, which must not be iterated in Python.
+        runs = list(self._runs)
+        return json.dumps([num_forwards, [(run.first, run.place) for run in runs]])
+
+
+class _Run(NamedTuple):
+    """Consecutive forwards from one line."""
+
+    first: int  # number of the first of them
+    code: CodeType
+    line: int
+
+    @property
+    def place(self) -> str:
+        return _place(self.code, self.line)
+
+
 _LATEST: list[StallMonitor] = []
 
 
@@ -134,6 +183,7 @@ class StallMonitor(Monitor):
 
     Attributes:
         lanes: Lanes whose work the host does not wait for, with their submitted operations.
+        forwards: The lines that begin this rank's forwards.
     """
 
     def __init__(self) -> None:
@@ -152,6 +202,7 @@ class StallMonitor(Monitor):
         self._answered = 0
         self._alarms = 0  # number of alarms that this rank has seen
         self.lanes: weakref.WeakKeyDictionary[Any, SubmittedWork] = weakref.WeakKeyDictionary()
+        self.forwards = ForwardLines()
         self._before: tuple[object, ...] = (None, None, None)
         self._next_check = 0.0
         self._seen: Any = None
@@ -198,6 +249,10 @@ class StallMonitor(Monitor):
             self._publish_end(f"has ended{why}")
         self._thread.join(ANSWER_SECONDS)
 
+    def begin_forward(self) -> None:
+        """See the base class."""
+        self.forwards.append(user_frame(sys._getframe(1)))
+
     def watch(self, lanes: Sequence[Any]) -> None:
         """See the base class."""
         for lane in lanes:
@@ -225,7 +280,20 @@ class StallMonitor(Monitor):
         texts.sort(key=lambda each: ("ended" not in each[2], each[0], each[1]))
         shown = "; ".join(text for _, _, text in texts[:_MOST_NAMED])
         more = len(texts) - _MOST_NAMED
-        return shown + (f"; and {more} more ranks" if more > 0 else "")
+        shown += f"; and {more} more ranks" if more > 0 else ""
+        return shown + self._other_forwards([rank for _, rank, _ in texts[:_MOST_NAMED]])
+
+    def _other_forwards(self, ranks: Sequence[int]) -> str:
+        """Returns a text with the first forward that one of ``ranks`` began at another line than
+        this rank; "" if there is none."""
+        mine = self.forwards.as_json()
+        for rank in ranks:
+            key = _forwards_key(rank)
+            if self._store.check([key]):
+                text = first_difference(json.loads(mine), json.loads(self._store.get(key)), rank)
+                if text:
+                    return f". {text}"
+        return ""
 
     def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
         """See the base class. Takes up to a few seconds."""
@@ -314,6 +382,7 @@ class StallMonitor(Monitor):
         if asked > self._answered:
             self._answered = asked
             waits = ACTIVITY.waits
+            self._store.set(_forwards_key(self._rank), self.forwards.as_json())
             self._publish(
                 {
                     "n": asked,
@@ -395,9 +464,48 @@ def _user_frame(thread: int) -> str:
     return ", called at ".join(map(_line_of, frames))
 
 
+def first_difference(mine: _Lines, theirs: _Lines, rank: int) -> str:
+    """Returns a text with the first forward that two ranks began at different lines.
+
+    It is "" if none is known: each rank knows its latest runs.
+
+    Args:
+        mine: The number of this rank's forwards, and the first number and the place of each run.
+        theirs: The same of the other rank.
+        rank: The other rank.
+    """
+    (num_mine, runs), (num_theirs, others) = mine, theirs
+    begin = max(runs[0][0], others[0][0]) if runs and others else 0
+    for number in sorted({first for first, _ in (*runs, *others)} | {begin}):
+        if begin <= number < min(num_mine, num_theirs):
+            here, there = _place_at(number, runs), _place_at(number, others)
+            if here != there:
+                earlier = " or earlier" if number == begin > 0 else ""
+                return (
+                    f"The ranks began forward {number + 1}{earlier} at different lines: rank "
+                    f"{rank} at {there}, this rank at {here}"
+                )
+    return ""
+
+
+# The number of forwards, and the first number and the place of each run.
+_Lines = tuple[int, list[tuple[int, str]]]
+
+
+def _place_at(number: int, runs: list[tuple[int, str]]) -> str:
+    return max(run for run in runs if run[0] <= number)[1]
+
+
+def _forwards_key(rank: int) -> str:
+    return f"forwards/{rank}"
+
+
 def _line_of(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    return _place(frame.f_code, frame.f_lineno)
+
+
+def _place(code: CodeType, line: int) -> str:
+    return f"{code.co_filename}:{line} in {code.co_name}"
 
 
 def _has_ended(state: dict[str, Any]) -> bool:

@@ -30,7 +30,12 @@ import fsdp_engine as fe
 from fsdp_engine.comm import activity
 from fsdp_engine.comm.device_lane import DeviceLane
 from fsdp_engine.extensions.stall_monitor import stall_monitor
-from fsdp_engine.extensions.stall_monitor.stall_monitor import StallMonitor, SubmittedWork
+from fsdp_engine.extensions.stall_monitor.stall_monitor import (
+    ForwardLines,
+    StallMonitor,
+    SubmittedWork,
+    first_difference,
+)
 from fsdp_engine.strategies import LEVELS
 from tests.checkpoint.scene import shared_folder, update
 from tests.matrices import thorough_but
@@ -112,6 +117,74 @@ def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: 
         with pytest.raises(RuntimeError, match=text):
             engine.clip_grad_norm_(1.0)
     is_told(told)
+
+
+def evaluate(model: nn.Module) -> None:
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("step", [0, 2])
+@on_ranks(2)
+def test_a_forward_of_one_rank_is_named_though_the_others_answer_it_later(step: int) -> None:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=4))
+    model = make_model()
+    fe.shard(model, DeviceMesh.from_group(group, "cpu"))
+    train(model, step)
+    if dist.get_rank() == 0:
+        evaluate(model)
+    places = [
+        r"\S*test_missing_ranks\.py:\d+ in evaluate",
+        r"\S*test_missing_ranks\.py:\d+ in train",
+    ]
+    if dist.get_rank() == 1:
+        places.reverse()
+    text = (
+        rf"The ranks began forward {step + 1} at different lines: rank {1 - dist.get_rank()} at "
+        rf"{places[1]}, this rank at {places[0]}\. "
+    )
+    with pytest.raises(RuntimeError, match=text):
+        train(model, 2)
+
+
+class TestForwardLines:
+    def test_a_loop_is_one_run(self) -> None:
+        lines = ForwardLines()
+        for _ in range(3):
+            for _ in range(1000):
+                lines.append(sys._getframe())
+            lines.append(sys._getframe())
+        number, runs = json.loads(lines.as_json())
+        assert number == 3 * 1001
+        assert [first for first, _ in runs] == [0, 1000, 1001, 2001, 2002, 3002]
+        assert runs[0][1].endswith("in test_a_loop_is_one_run")
+        assert runs[0][1] == runs[2][1]
+
+    def test_only_the_latest_are_kept(self) -> None:
+        lines = ForwardLines()
+        for _ in range(stall_monitor._MOST_RUNS):
+            lines.append(sys._getframe())
+            lines.append(sys._getframe())
+        _, runs = json.loads(lines.as_json())
+        assert len(runs) == stall_monitor._MOST_RUNS == runs[0][0]
+
+    @pytest.mark.parametrize(
+        ("mine", "theirs", "found"),
+        [
+            ((5, [(0, "a")]), (5, [(0, "a")]), ""),
+            ((5, [(0, "a")]), (6, [(0, "a"), (5, "b")]), ""),  # one rank has begun the sixth
+            ((6, [(0, "a")]), (6, [(0, "a"), (5, "b")]), "forward 6 at"),
+            ((9, [(0, "a"), (3, "b"), (4, "a")]), (9, [(0, "a"), (4, "b")]), "forward 4 at"),
+            ((90, [(70, "a")]), (90, [(0, "a"), (69, "b")]), "forward 71 or earlier at"),
+            ((90, [(70, "a")]), (70, [(0, "b")]), ""),
+            ((0, []), (3, [(0, "a")]), ""),
+        ],
+    )
+    def test_the_first_that_differs_is_named(self, mine: Any, theirs: Any, found: str) -> None:
+        for here, there in ((mine, theirs), (theirs, mine)):
+            text = first_difference(here, there, 7)
+            assert found in text
+            assert bool(text) == bool(found)
 
 
 INSTALLED = """
