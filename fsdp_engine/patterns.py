@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+# Minimum number of characters that are saved where the start of joined names is written once.
+_MIN_SAVED = 24
 _WILDCARDS = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
 
 
@@ -20,16 +22,31 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
 
 def joined_names(names: Sequence[str]) -> str:
     """Join names. Names with consecutive numbers are shortened to a range, as in
-    ``embedding + blocks.0-3 + norm``."""
+    ``embedding + blocks.0-3 + norm``, and a long start of all names is written once, as in
+    ``base_model.model.{model.embed_tokens + model.norm + lm_head}``."""
     runs: list[tuple[str, str]] = []  # first and last name of each range
     for name in names:
         if runs and name == _following(runs[-1][1]):
             runs[-1] = (runs[-1][0], name)
         else:
             runs.append((name, name))
-    return " + ".join(
+    texts = [
         first if first == last else f"{first}-{last.rpartition('.')[2]}" for first, last in runs
-    )
+    ]
+    start = _common_start(texts)
+    if len(start) * (len(texts) - 1) < _MIN_SAVED:
+        return " + ".join(texts)
+    return f"{start}{{{' + '.join(text.removeprefix(start) for text in texts)}}}"
+
+
+def _common_start(names: Sequence[str]) -> str:
+    """Returns the components with which all names start, with a dot at the end."""
+    start = ""
+    for same in zip(*(name.split(".")[:-1] for name in names), strict=False):
+        if len(set(same)) > 1:
+            break
+        start += f"{same[0]}."
+    return start
 
 
 def _following(name: str) -> str | None:

@@ -57,7 +57,7 @@ class CheckpointDirectory:
         """Returns the folders of complete checkpoints by step, ascending.
 
         Raises:
-            NotADirectoryError: The path is a file.
+            NotADirectoryError: The path is a file, or a single checkpoint.
         """
         newest: dict[int, tuple[int, Path]] = {}
         for generation, step, folder in self.folders():
@@ -93,10 +93,11 @@ class CheckpointDirectory:
         """Create an empty folder with a temporary name for a save.
 
         Raises:
-            OSError: The directory cannot be created, or is read-only.
+            OSError: The directory cannot be created, is read-only, or is a single checkpoint.
             RuntimeError: Another job saves here.
             ValueError: Another stage of a pipeline has saved here.
         """
+        self._check_is_no_checkpoint()
         self.path.mkdir(parents=True, exist_ok=True)
         claim_folder(self.path, self.place)
         self._take_lock()
@@ -169,12 +170,20 @@ class CheckpointDirectory:
             return []
         if not self.path.is_dir():
             raise NotADirectoryError(f"directory: expected a directory; found file {self.path}")
+        self._check_is_no_checkpoint()
         found = []
         for folder in self.path.iterdir():
             match = _COMPLETE.fullmatch(folder.name)
             if match and (folder / MANIFEST).is_file():
                 found.append((int(match[2] or 0), int(match[1]), folder))
         return found
+
+    def _check_is_no_checkpoint(self) -> None:
+        if (self.path / MANIFEST).is_file():
+            raise NotADirectoryError(
+                f"directory: expected a directory of checkpoints; found {self.path}, which is one "
+                f"checkpoint. Pass {self.path.parent}, and the step to load()"
+            )
 
     def _take_lock(self) -> None:
         if self._lock is not None:

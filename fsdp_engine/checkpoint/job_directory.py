@@ -191,7 +191,6 @@ def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) ->
     """
     if not complete or (step != "latest" and step not in complete):
         found = f"those of steps {sorted(complete)}" if complete else "none"
-        raise FileNotFoundError(
-            f"step: expected the {step} complete checkpoint in {where}; found {found}"
-        )
+        which = "a complete checkpoint" if step == "latest" else f"the checkpoint of step {step}"
+        raise FileNotFoundError(f"step: expected {which} in {where}; found {found}")
     return max(complete) if step == "latest" else step

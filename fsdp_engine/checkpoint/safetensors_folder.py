@@ -479,7 +479,10 @@ def read_folder(directory: Path) -> list[TensorInFile]:
     if not directory.is_dir():
         kind = NotADirectoryError if directory.exists() else FileNotFoundError
         found = "a file" if directory.exists() else "nothing"
-        raise kind(f"directory: expected a folder at {directory}; found {found}")
+        raise kind(
+            f"directory: expected a folder at {directory}; found {found}. Names of the hub are no "
+            "folders: download a model first"
+        )
     weight_map: dict[str, str] = {}
     present = [name for name in _IN_FOLDERS if (directory / name).is_file()]
     index = directory / (present[0] if present else INDEX)

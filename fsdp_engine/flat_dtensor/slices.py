@@ -176,12 +176,16 @@ def refusal(
                 "engine.full_state_dict() and fe.export_safetensors() save full weights. Change "
                 "shapes before shard()"
             )
-    if name_of(func) in ("storage", "untyped_storage"):  # called by save_pretrained() of a model
-        why += " (to save the model, call fe.save_pretrained(engine, folder) on all ranks)"
+    # A model's own save_pretrained() calls these functions.
+    saving = (
+        "a sharded model is saved by fe.save_pretrained(engine, folder) on all ranks. "
+        if name_of(func) in ("storage", "untyped_storage")
+        else ""
+    )
     error = ValueError(
-        f"{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one slice "
-        f"and of scalars, or a full reduction; found {described}{within}. Call .full_tensor() for "
-        "the full tensor, .to_local() for the slice"
+        f"{saving}{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one "
+        f"slice and of scalars, or a full reduction; found {described}{within}. Call "
+        ".full_tensor() for the full tensor, .to_local() for the slice"
     )
     setattr(error, _MARK, True)
     return error

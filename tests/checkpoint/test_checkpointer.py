@@ -343,7 +343,7 @@ def test_bad_arguments_and_those_that_differ_between_ranks_are_refused() -> None
         *((ValueError, saves, save(each)) for each in (-1, 1.5, "latest")),
         (ValueError, f"step: {same}; found 0 on", save(rank)),
         (ValueError, r"step: .*found 'x'", save(1 if first else "x")),
-        (FileNotFoundError, r"the 3 complete .*steps \[1, 2\]", load(3)),
+        (FileNotFoundError, r"the checkpoint of step 3 .*steps \[1, 2\]", load(3)),
         (ValueError, f"step: {same}; found 1 on rank 0", load(1 + rank)),
         (ValueError, f"strict: {same}", load(1, strict=first)),
         (ValueError, f"checkpoint: {same}", load_one),
@@ -575,6 +575,19 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert not different(contents(model, optimizer), before)
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
     assert different(contents(model, optimizer), before)
+
+
+@on_ranks(2)
+def test_a_folder_that_is_one_checkpoint_is_refused_as_directory() -> None:
+    folder = shared_folder()
+    _, engine, _ = small()
+    checkpointer = fe.Checkpointer(folder, engine)
+    checkpointer.save(3)
+    inner = fe.Checkpointer(f"{folder}/step-00000003", engine)
+    text = f"step-00000003, which is one checkpoint. Pass {folder}, and the step to load"
+    for call in (inner.steps, inner.load, partial(inner.save, 4)):
+        raises_each((Exception, text, call))
+    assert checkpointer.steps() == [3]
 
 
 def save_there(folder: str, drawing: int | None) -> None:

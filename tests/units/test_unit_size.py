@@ -141,6 +141,11 @@ NAMES: list[tuple[list[str], str]] = [
     (["blocks.0", "blocks.2", "blocks.3"], "blocks.0 + blocks.2-3"),
     (["a.0", "b.1", "0", "1"], "a.0 + b.1 + 0-1"),
     (["a.0.x", "a.1.x"], "a.0.x + a.1.x"),
+    (
+        [*(f"base_model.model.{name}" for name in ("x", "a.0", "a.1", "b"))],
+        "base_model.model.{x + a.0-1 + b}",
+    ),
+    (["base_model.modela", "base_model.modelb", "c"], "base_model.modela + base_model.modelb + c"),
     (["a.00", "a.1", "a.01"], "a.00-1 + a.01"),
 ]
 

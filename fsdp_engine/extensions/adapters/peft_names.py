@@ -21,7 +21,8 @@ embeddings, copies of modules).
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, cast
 
 import torch
@@ -218,19 +219,19 @@ class AdapterLayers:
             method = config.init_lora_weights
             if method is not True and method is not False and method != "gaussian":
                 raise ValueError(_unsupported(path, adapter, f"init_lora_weights={method!r}"))
-            # PEFT draws these twice: when it creates them, and when it initializes them.
-            for attribute in ("lora_A", "lora_B"):
-                _reset_parameters(getattr(layer, attribute), adapter)
-            for attribute in ("lora_embedding_A", "lora_embedding_B"):
-                if adapter in (rows := getattr(layer, attribute)):
-                    rows[adapter].normal_()
-            layer.reset_lora_parameters(adapter, method)
-            _round_to_base_dtype(layer, adapter)
+            with _drawn_as_by_peft(layer, adapter):
+                # PEFT draws these twice: when it creates them, and when it initializes them.
+                for attribute in ("lora_A", "lora_B"):
+                    _reset_parameters(getattr(layer, attribute), adapter)
+                for attribute in ("lora_embedding_A", "lora_embedding_B"):
+                    if adapter in (rows := getattr(layer, attribute)):
+                        rows[adapter].normal_()
+                layer.reset_lora_parameters(adapter, method)
         elif isinstance(layer, IA3Layer):
-            layer.ia3_l[adapter].normal_()
-            if config.init_ia3_weights:
-                layer.reset_ia3_parameters(adapter)
-            _round_to_base_dtype(layer, adapter)
+            with _drawn_as_by_peft(layer, adapter):
+                layer.ia3_l[adapter].normal_()
+                if config.init_ia3_weights:
+                    layer.reset_ia3_parameters(adapter)
         elif path.rpartition(".")[2] == "prompt_encoder":
             _draw_prompt(path, adapter, layer, config)
         else:
@@ -323,18 +324,42 @@ def _reset_parameters(by_adapter: Mapping[str, nn.Module], adapter: str) -> None
             reset()
 
 
-def _round_to_base_dtype(layer: Any, adapter: str) -> None:
-    """Round an adapter to the dtype of its base layer. PEFT draws adapters in fp32, casts them to
-    that dtype, and later casts those in fp16 and bf16 back to fp32."""
-    dtype = _dtype_of_base(layer)
+@contextmanager
+def _drawn_as_by_peft(layer: Any, adapter: str) -> Iterator[None]:
+    """Context in which an adapter has the default dtype, in which PEFT draws its values.
+
+    At exit the values are rounded to the dtype of the base layer. PEFT, too, casts adapters to that
+    dtype, and later casts those in fp16 and bf16 back to fp32.
+    """
+    default, of_base = torch.get_default_dtype(), _dtype_of_base(layer)
+    own = [(params, name, params[name]) for params, name in _tensors_of(layer, adapter)]
+    for params, name, tensor in own:
+        if tensor.dtype != default:
+            params[name] = tensor.detach().to(default)
+    try:
+        yield
+    finally:
+        for params, name, tensor in own:
+            tensor.copy_(params[name].to(of_base))
+            params[name] = tensor
+
+
+def _tensors_of(layer: Any, adapter: str) -> list[tuple[dict[str, Any], str]]:
+    """Returns the floating-point parameters of an adapter of a layer: for each the dict of the
+    module that owns it, and its name in the dict."""
+    found: list[tuple[dict[str, Any], str]] = []
     for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
         parts = getattr(layer, attribute, None)
-        if not isinstance(parts, (nn.ModuleDict, nn.ParameterDict)) or adapter not in parts:
-            continue
-        part = parts[adapter]
-        for tensor in part.parameters() if isinstance(part, nn.Module) else (part,):
-            if tensor.is_floating_point():
-                tensor.copy_(tensor.to(dtype))
+        if isinstance(parts, nn.ParameterDict) and adapter in parts:
+            found.append((parts._parameters, adapter))
+        elif isinstance(parts, nn.ModuleDict) and adapter in parts:
+            for module in parts[adapter].modules():
+                found += [(module._parameters, name) for name in module._parameters]
+    return [
+        (params, name)
+        for params, name in found
+        if params[name] is not None and params[name].is_floating_point()
+    ]
 
 
 def _dtype_of_base(layer: Any) -> torch.dtype:

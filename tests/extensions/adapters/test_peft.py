@@ -78,7 +78,7 @@ def test_a_base_model_lands_under_adapters_that_begin_as_peft_begins_them(
 
 @on_ranks(2)
 def test_adapters_have_the_values_that_peft_draws_for_a_base_of_any_dtype() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         folder = shared_folder()
         if dist.get_rank() == 0:
             llama(dtype).save_pretrained(folder)
