@@ -556,7 +556,7 @@ _warned_of_pickle = False
 
 
 def _warn_of_pickle(flat: FlatPlacement) -> None:
-    """Warn, once in a process, that a pickle has a part of the tensor only."""
+    """Warn, once in a process, that a pickle has this rank's slice only."""
     global _warned_of_pickle
     if _warned_of_pickle:
         return

@@ -7,7 +7,7 @@ order of ranks, and adds them to its trees. On two axes the inner ranks add the 
 microbatch first, which is a node of the tree if their number is a power of two.
 
 The engine treats each microbatch as a step of its own. After the reduction of a microbatch that is
-not the last, its gradients are dropped from ``.grad``, since the trees have added them.
+not the last, its gradients are cleared instead of published, since the trees have added them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.units.plan import Plan, is_expert
 
-# Number of words in a row. Sums of rows and sums of columns detect two words that are swapped.
+# Number of 64-bit words in a row. Sums of rows and of columns, weighted by place, differ if two
+# words are swapped, except for few pairs of places.
 _ROW = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

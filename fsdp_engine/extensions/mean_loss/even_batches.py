@@ -101,7 +101,7 @@ def _read_message(content: list[int]) -> _Loaded:
 def even_batches(
     engine: Engine, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[tuple[T, float]]:
-    """Iterate over batches, on every rank as often as on the rank with most batches. Collective.
+    """Iterate over batches, with as many on every rank as the longest loader has. Collective.
 
     A rank whose loader has ended repeats its last batch with weight 0. A rank whose loader is empty
     gets a copy of another rank's first batch. Each rank reads one batch ahead, so no rank
