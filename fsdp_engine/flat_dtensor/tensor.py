@@ -273,7 +273,11 @@ class FlatDTensor(DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, a FlatDTensor of the same slice, or None."""
+        """The gradient, a FlatDTensor of the same slice, or None.
+
+        Raises:
+            TypeError: A tensor that is not a FlatDTensor of the same slice is assigned.
+        """
         backref = self.backref
         if backref is not None and backref.gradients.in_flight is not None:
             backref.gradients.wait()

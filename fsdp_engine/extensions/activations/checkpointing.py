@@ -217,7 +217,7 @@ def checkpoint_units(
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             # Wrap a forward that the user has set on the instance, too. `setattr` is avoided, since
-            # a wrapper of the user may pass attributes on to the module within it.
+            # a wrapper module of the user may forward it to the module that it contains.
             own = vars(module).get("forward")
             vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
     return tuple(blocks)

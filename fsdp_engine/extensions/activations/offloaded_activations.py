@@ -15,19 +15,19 @@ other devices, tensor subclasses, and ranges shorter than ``min_bytes``.
 The memory of a block is held until compute has waited for its copy, so that no kernel reuses it
 earlier. With ``record_stream`` the time of reuse, and the peak, would depend on the device. After
 each block, compute waits for the oldest copies while more than ``in_flight`` bytes are held. Memory
-that is still held when backward starts (that of the last block, by default) is used as it is.
+that is still held when backward starts (by default the last block's) is used without a copy.
 
 The backward of a block starts when autograd unpacks the first of its tensors. Then the memory of
-the block before it in backward is freed, compute waits for the copy of this block's memory, and
-copies for the next blocks start, up to ``in_flight`` bytes but at least for one block. A chain of
-weak references stores the order. Memory is allocated on compute's stream, so that it reuses the
-memory of freed activations: each copy waits for the work that compute was given before, and compute
-waits for each copy before the memory is freed. The end of a backward frees the memory of all
-blocks. After ``retain_graph=True`` another backward copies again.
+the block that ran before it in backward is freed, compute waits for the copy of this block's
+memory, and copies for the next blocks start, up to ``in_flight`` bytes but at least for one block.
+A chain of weak references stores the order. Memory is allocated on compute's stream, so that it
+reuses the memory of freed activations: each copy waits for the work that was submitted to compute
+before, and compute waits for each copy before the memory is freed. The end of a backward frees the
+memory of all blocks. After ``retain_graph=True`` another backward copies again.
 
 With such hooks torch does not detect that a saved tensor was changed in place, so this module
-compares versions. For this it keeps a tensor that shares the version counter of the saved tensor
-and, once the saved tensor is copied, has no memory.
+compares versions. For this it keeps a tensor that shares the version counter of the saved tensor,
+but not the memory of a tensor that is copied.
 
 Host memory is reused by size. The next copy to it starts after the last copy from it has ended.
 """
@@ -487,7 +487,7 @@ class ActivationOffload:
 
     def _free(self, call: _Call, moved: Sequence[_Moved]) -> None:
         """Free the memory of ``moved`` that no other call uses. Compute waits for copies from and
-        to it first, so that no other kernel gets it earlier."""
+        to this memory first, so that no kernel reuses it earlier."""
         unused = []
         for each in moved:
             each.num_users -= 1
@@ -499,7 +499,8 @@ class ActivationOffload:
                 each.bytes = None
 
     def _submit(self, lane: Lane, call: _Call, moved: Sequence[_Moved]) -> None:
-        """Copy ``moved`` on ``lane``, after the work submitted to compute and earlier copies."""
+        """Copy ``moved`` on ``lane``, after the work submitted to compute and after earlier copies
+        from and to the same host memory."""
         is_out = lane is self._out
         pairs = [(each.host, each.bytes) if is_out else (each.bytes, each.host) for each in moved]
         # Wait one by one: for several tickets of one stream, a lane waits only for the last given.

@@ -123,7 +123,7 @@ class Arena:
         return True
 
     def drain(self, storage: torch.UntypedStorage) -> bool:
-        """Free ``storage`` if its memory is the arena's; returns whether the memory was."""
+        """Free ``storage`` if the arena has filled it; returns whether the arena had."""
         piece = self._release(storage._cdata)
         if piece is None:
             return False

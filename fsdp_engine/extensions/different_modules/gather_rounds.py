@@ -108,8 +108,8 @@ _LARGEST = 255  # largest value of a byte
 # Number of units gathered for other ranks that are kept. To free one at once, compute would have to
 # wait for its gather; and this rank may use one that it did not expect to use.
 _MOST_FOR_OTHERS = 2
-# The units to gather next are searched among so many next uses of the recorded order. Units that
-# one call of `will_use` has named count as one use.
+# Number of coming uses in the recorded order among which the units to gather next are searched.
+# Units that one call of `will_use` has named count as one use.
 _NUM_EXPECTED = 8
 _MOST_NAMED = 8
 _IN_BACKWARD = b"\0\1"  # All ranks with votes are in backward.
@@ -634,7 +634,7 @@ def together(engine: Engine) -> Iterator[None]:
 
     Ranks may leave out modules, and use them in any order and any number of times. Under
     ``no_grad`` they may run different numbers of forwards. With gradients, each rank must run the
-    same number of backwards; gradients are those of the mean over ranks, as at other levels. A rank
+    same number of backwards; gradients are means over all ranks, as outside of the context. A rank
     that finishes its backward or leaves the context takes part in the gathers of other ranks until
     all ranks have done so. From the start of forward until then no other collective may run. Each
     gather takes one additional small message. At levels below ``optim_grads_params``, where ranks

@@ -67,8 +67,8 @@ class EMA:
             ``num_updates``).
         average_buffers: Also average the model's floating-point buffers (e.g. BatchNorm's running
             statistics). False: within ``swapped`` the model keeps its current buffers.
-        copy_first: The first update copies the weights, as that of torch's ``AveragedModel`` does.
-            False: it averages them with those at construction.
+        copy_first: The first update copies the weights, as in torch's ``AveragedModel``. False: the
+            first update averages them with the weights at construction.
 
     Attributes:
         decay, every, warmup, copy_first: The arguments.

@@ -74,7 +74,11 @@ class FixedOrderCommunicator(Communicator):
         accumulate: bool = False,
         tag: int = 0,
     ) -> Steps:
-        """See :class:`Communicator`. ``average`` has no effect, since the mean is over leaves."""
+        """See :class:`Communicator`. ``average`` has no effect, since the mean is over leaves.
+
+        Raises:
+            RuntimeError: ``accumulate`` is set: the gradients of several backwards would be added.
+        """
         del average
         assert reduce_dtype in (None, full.dtype)
         assert divisor == 1.0

@@ -2,7 +2,7 @@
 
 Functions of torch read and write a buffer once for each operation, and issue tens of kernels for a
 unit. Here a kernel reads each element once, and one launch serves all parameters of a buffer. The
-results are bit by bit those of ``TorchArithmetic``.
+results are equal to those of ``TorchArithmetic`` bit by bit.
 
 [Note: Tiles]
 A program of a kernel works on one *tile*: ``ROWS`` x ``COLUMNS`` elements of a parameter, seen as a
@@ -103,8 +103,8 @@ class FusedArithmetic:
     def decode(
         self, wire: Tensor, scales: Tensor, offsets: Sequence[int], params: Sequence[Tensor]
     ) -> None:
-        """See :class:`Arithmetic`. All ``params`` must be in one storage, with the distances of
-        ``offsets``."""
+        """See :class:`Arithmetic`. All ``params`` must be in one storage, at the same distances as
+        in ``offsets``."""
         if self._offsets != offsets:
             self._offsets = list(offsets)
             self._whole = self._launches(

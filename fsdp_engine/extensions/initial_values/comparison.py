@@ -157,7 +157,7 @@ def _first_other_value(holdings: Holdings, mesh: DataMesh) -> tuple[str, int, in
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns a 0-d integer that depends on the values and their order, but not on the device.
+    """Returns a 0-d int64 tensor that depends on the values and their order, not on the device.
 
     Args:
         tensor: A plain tensor with values, of any shape and dtype.
@@ -177,7 +177,8 @@ def checksum(tensor: Tensor) -> Tensor:
     rows, tail = words[: num_rows * _ROW].view(-1, _ROW), words[num_rows * _ROW :]
     total = _in_order(tail)
     if num_rows:
-        # These are two passes at memory bandwidth. A cumulative sum of all words needs more memory.
+        # Both sums read the words at memory bandwidth. A cumulative sum of all words would need
+        # memory for a copy.
         total = total * 3 + _in_order(rows.sum(0)) * 5 + _in_order(rows.sum(1)) * 7
     return total * 9 + _in_order(rest) if rest.numel() else total
 

@@ -66,7 +66,7 @@ class GivenValues(InitialValues):
         self._tree: ModuleTree | None = None
         self._error: Exception | None = None
         lacks = find_lacking(plan.root) if plan.on_meta else ""
-        # Whether parameters and buffers are those of the first rank; only it needs values then.
+        # Whether parameters and buffers are copied from the first rank, which alone needs values.
         self._are_firsts = takes_first
         if comparison.metas_differ:
             check_first_has_all(comparison, lacks)

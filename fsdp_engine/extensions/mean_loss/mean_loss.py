@@ -1,9 +1,9 @@
 """Mean loss over the samples of all ranks and microbatches, whose numbers of samples may differ.
 
-Backward runs on the sum of the losses of a microbatch. The reduced gradients are then those of the
-sum over all ranks and microbatches, divided by the number of ranks; the engine multiplies them by
-``ranks / samples``. The number of samples is summed over the ranks once per step, in a message of
-four elements that is sent along with the last reductions of the step.
+Backward runs on the sum of the losses of a microbatch. The reduced gradients are then the gradients
+of the sum over all ranks and microbatches, divided by the number of ranks. The engine multiplies
+them by ``ranks / samples``. One all-reduce of four elements per step, issued with the last
+reductions, sums the numbers of samples of all ranks.
 
 In a step, all losses on all ranks must be results of ``mean_loss()``, or none. The message detects
 a mixture. On a CPU all ranks then raise. The host does not wait for an accelerator, so there the
@@ -295,8 +295,8 @@ class MeanLosses(GradientObserver):
 
 
 def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor:
-    """Returns a 0-d tensor to call ``backward()`` on. The reduced gradients will be those of the
-    mean loss over the samples of all ranks and all microbatches of the step.
+    """Returns a 0-d tensor to call ``backward()`` on. The reduced gradients will be the gradients
+    of the mean loss over the samples of all ranks and all microbatches of the step.
 
     Backward of each rank's own mean would give the mean of means, which differs if the numbers of
     samples (or tokens) differ. Call this function once per microbatch, on every rank, before the
