@@ -202,8 +202,8 @@ class FlatPlacement:
             tensor.
         norm_is_dtensor: Whether the norm of several such tensors is a replicated DTensor, as in
             FSDP2, instead of a plain tensor.
-        boundary_multiple: ``start`` and ``stop`` of all ranks, except the tensor's end, are
-            multiples of this number. 0: one rank holds the tensor. None: unknown.
+        boundary_multiple: Number of which ``start`` and ``stop`` of all ranks are multiples, except
+            for the end of the tensor. 0: one rank holds the tensor. None: unknown.
 
     Raises:
         ValueError: The range is not inside the tensor, or ``num_sharded_axes`` does not match the

@@ -40,7 +40,7 @@ from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.norms import ROW, real_dtype, slice_norm
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
 
-# Label of the collective. Functions such as norm() wait for ranks that do not call them.
+# The name of the collective in errors. If a rank does not call norm() etc., the others wait for it.
 _EVERY_RANK = "a reduction of a sharded tensor (every rank must call it)"
 
 # Functions of ``torch.nn.utils.get_total_norm``. Results of all other functions are plain tensors.
@@ -176,9 +176,9 @@ def _sum_over(value: Tensor, flat: FlatPlacement) -> Tensor:
 
 
 def extreme_over(value: Tensor, groups: Groups, op: str, what: str = _EVERY_RANK) -> Tensor:
-    """Returns the maximum or minimum over the ranks. It is NaN if any value is.
+    """Returns the maximum or minimum over the ranks, or NaN if any value is NaN.
 
-    Collectives do not ensure this by themselves.
+    Collectives alone may lose NaN.
     """
     if not groups:
         return value

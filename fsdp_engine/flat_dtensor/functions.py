@@ -13,8 +13,8 @@
                                                                 result (``gathered_functions.py``)
     =============  ===========================================  ==================================
 
-All other functions raise ValueError. Functions are listed by name because functions with torch's
-tag for pointwise functions include ``equal`` and ``rrelu``, but not ``subtract`` and in-place
+All other functions raise ValueError. Functions are listed by name, because torch's tag for
+pointwise functions is set for ``equal`` and ``rrelu``, but not for ``subtract`` and in-place
 comparisons (2.11 to 2.13).
 """
 
@@ -119,7 +119,7 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def gathers(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raise the error of :func:`refuse`. :func:`call` then runs the function on full tensors."""
+    """Raise the error of :func:`refuse`, after which :func:`call` runs ``func`` on full tensors."""
     refuse(cls, func, args, kwargs)
 
 

@@ -265,7 +265,8 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
     if name not in REDUCTIONS:
         # numpy() must share memory, but numpy(force=True) may return a copy.
         is_known = name in NAMES or (name == "numpy" and kwargs.get("force", False))
-        # p.expand_as(p) is used to find the node that accumulates gradients.
+        # Code calls p.expand_as(p) to find the node that accumulates the gradient of p. The graph
+        # of a gathered copy does not contain it.
         is_of_itself = name.endswith("_as") and len(args) > 1 and args[0] is args[1]
         if not (is_known or changes) or is_of_itself or kwargs.get("out") is not None:
             raise error

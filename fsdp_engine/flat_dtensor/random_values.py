@@ -100,7 +100,8 @@ def one_generator(
 
 
 def _groups_of_all_axes(flat: FlatPlacement) -> tuple[ProcessGroup, ...]:
-    """The groups of the mesh, innermost first: over axes that shard the tensor, and over others."""
+    """Returns the groups of all mesh axes with several ranks, innermost first. Empty if the mesh
+    has one rank and no group shards the tensor."""
     if not flat.groups and flat.mesh.size() == 1:
         return ()
     axes = [axis for axis in reversed(range(flat.mesh.ndim)) if flat.mesh.size(axis) > 1]
@@ -112,7 +113,7 @@ def _access(
 ) -> tuple[Callable[[], Tensor], Callable[[Tensor], object]]:
     """Returns functions that get and set the state of a generator.
 
-    None: the default generator of ``device``.
+    If ``generator`` is None, this is the default generator of ``device``.
     """
     if generator is not None:
         return generator.get_state, generator.set_state

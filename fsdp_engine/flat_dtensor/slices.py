@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 _MARK = "_refuses_slices"
-# A function of the tensor class, a torch function and its arguments, which returns its result.
+# Function of the tensor class, a torch function and its arguments. Returns the function's result.
 Handler = Callable[[Any, Function, Args, Kwargs], Any]
 
 _INPLACE_OPERATORS = {"__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__imod__"}

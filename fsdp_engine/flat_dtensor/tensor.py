@@ -273,7 +273,11 @@ class FlatDTensor(DTensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The gradient, a FlatDTensor of the same slice, or None."""
+        """The gradient, a FlatDTensor of the same slice, or None.
+
+        Raises:
+            TypeError: A tensor that is not a FlatDTensor of the same slice is assigned.
+        """
         backref = self.backref
         if backref is not None and backref.gradients.in_flight is not None:
             backref.gradients.wait()
@@ -556,7 +560,7 @@ _warned_of_pickle = False
 
 
 def _warn_of_pickle(flat: FlatPlacement) -> None:
-    """Warn, once in a process, that a pickle has a part of the tensor only."""
+    """Warn, once in a process, that a pickle has this rank's slice only."""
     global _warned_of_pickle
     if _warned_of_pickle:
         return

@@ -79,7 +79,7 @@ class Shadows:
         optimizer: The optimizer. No reference to it is kept.
 
     Attributes:
-        function: The method ``step`` of its class.
+        function: The method ``step`` of the optimizer's class.
         lists: Attributes of the optimizer that are lists of its parameters.
         stepped: Indices of the param groups of shadows that were stepped.
     """
@@ -275,7 +275,7 @@ class ChunkedStep(StepHook):
         self._shadows.keep(shadow, members)
 
     def _without_parameters(self, optimizer: Any, others: Mapping[int, Tensor]) -> Any:
-        """Make the shadow for torch's own call of ``step``. No hook can observe its errors.
+        """Make the shadow for torch's own call of ``step``. If that raises, no post-hook runs.
 
         Args:
             optimizer: The optimizer.

@@ -31,7 +31,8 @@ def total_norm(
         shards: This rank's reduced gradients, 1-D. Padding must be zero.
         norm_type: The order p, or ``math.inf`` for the largest magnitude.
         group: The ranks over which the elements are sharded. None: this rank holds all of them.
-        device: The device of the result.
+        device: The device of the result if this rank holds no elements. Otherwise the result is on
+            the device of the shards.
         copies: Number of ranks of ``group`` that hold the elements of each shard. None: 1 for each.
 
     Returns:

@@ -47,7 +47,8 @@ class StepHook:
     """A step pre-hook that makes an optimizer step on a shadow with plain tensors.
 
     Attributes:
-        takes_moved_state: Whether it can step parameters whose state is moved between steps.
+        takes_moved_state: Whether the hook can step parameters whose state is not on the device
+            between steps.
     """
 
     takes_moved_state = False

@@ -93,9 +93,9 @@ def shard_optimizer(
             has the same bits as that of full parameters.
         elementwise: Asserts that the optimizer updates each element from the gradient and state of
             this element alone, and that its state tensors have the parameter's shape or shape ().
-            There is no trial then.
+            No trial steps are run then.
         whole: Patterns (``fnmatch``) of names of parameters that are stepped as full tensors, each
-            independently. There is no trial for them. True: all parameters.
+            independently. No trial steps are run for them. True: all parameters.
 
     Returns:
         ``optimizer`` itself.

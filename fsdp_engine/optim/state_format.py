@@ -84,6 +84,6 @@ class StateFormat:
             state: Its state.
 
         Raises:
-            ValueError: A tensor cannot be saved from all ranks together.
+            ValueError: A state tensor differs between ranks, and is not sharded like a FlatDTensor.
         """
         return state

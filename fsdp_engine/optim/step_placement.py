@@ -19,7 +19,7 @@ class StatePlace(StepChunk):
     """
 
     def on_device(self, state: Any) -> Any:
-        """Returns the state with tensors on the device. Compute waits for :meth:`bring`."""
+        """Returns the state with tensors on the device. Makes compute wait for :meth:`bring`."""
         return state
 
     def take(self, states: Sequence[Any]) -> list[Any]:
@@ -46,7 +46,7 @@ class StepPlacement:
         optimizer: The optimizer.
 
     Raises:
-        ValueError: The state cannot be at the place that is requested for it.
+        ValueError: The state cannot be kept at the place that the options select.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -60,7 +60,7 @@ class StepPlacement:
         """Check that an optimizer of class ``name`` can step full tensors with this placement.
 
         Raises:
-            ValueError: It cannot.
+            ValueError: The optimizer cannot step full tensors with this placement.
         """
 
     def make_hook(self, optimizer: Optimizer) -> StepHook | None:

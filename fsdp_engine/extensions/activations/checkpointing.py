@@ -43,9 +43,9 @@ from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.blocks import find_blocks
 from fsdp_engine.units.build import EngineSetup, Resources
 
-# Arguments with which layers of `transformers` fill a cache of keys and values. A second run would
-# fill it twice, so the checkpointing of `transformers` removes them, too. From 5.24 on the argument
-# is `cache`, a name that other modules may use for anything: see `_is_cache`.
+# Arguments with which layers of `transformers` fill a cache of keys and values. The recomputation
+# would fill it again, so the checkpointing of `transformers` removes them, too. From 5.24 on the
+# argument is `cache`, a name that other modules may use for anything: see `_is_cache`.
 _NO_CACHE = {
     "use_cache": False,
     "past_key_values": None,
@@ -84,7 +84,7 @@ _KEPT = {
     "deepep.dispatch",
     "deepep.combine",
 }
-# The largest element, which fp8 scales need; not `max` along a dimension.
+# `max` over all elements, which fp8 scales need. `max` along a dimension is not kept.
 _KEPT_OVERLOADS = {"aten.max.default"}
 
 # Part of torch's error for outputs that were changed after they were kept.
@@ -186,10 +186,11 @@ def checkpoint_units(
     ``nn.Sequential``), each on its own, even if ``shard`` joins several blocks in one unit. Other
     modules are not, nor are embeddings, which keep no activations. Of nested units, only the
     outermost is checkpointed. Key and value caches that are passed to a layer of ``transformers``
-    stay empty in a checkpointed forward. Lists and dicts among the arguments are restored before
-    the second run, and keep the changes of the first run. Buffers that forward updates (running
-    statistics, the vectors of spectral norm) are updated in both runs, as with torch's
-    ``checkpoint``: gradients through spectral norm are then those of the second update.
+    stay empty in a checkpointed forward. If forward changes lists or dicts among its arguments, the
+    caller gets the changes of the first run, and the second run gets copies of the original
+    contents. Buffers that forward updates (running statistics, the vectors of spectral norm) are
+    updated in both runs, as with torch's ``checkpoint``: gradients through spectral norm are then
+    those of the second update.
 
     Args:
         model: Any module.
@@ -216,14 +217,14 @@ def checkpoint_units(
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             # Wrap a forward that the user has set on the instance, too. `setattr` is avoided, since
-            # a wrapper of the user may pass attributes on to the module within it.
+            # a wrapper module of the user may forward it to the module that it contains.
             own = vars(module).get("forward")
             vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
     return tuple(blocks)
 
 
 class WrappedForward:
-    """Replacement of a module's ``forward``. Copies and unpickled modules get one of their own.
+    """Replacement of a module's ``forward``. Copies of the module get a replacement of their own.
 
     Args:
         module: The module whose forward is replaced.

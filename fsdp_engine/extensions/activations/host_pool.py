@@ -18,7 +18,8 @@ class HostPool:
     idle blocks together have at most as many bytes as were in use at the peak.
 
     Args:
-        drain: Waits for all copies from and to blocks. It must not refer to the pool.
+        drain: Waits for all copies from and to blocks. It must not refer to the pool, which would
+            then never be garbage-collected.
         book: Called with each new block.
 
     Attributes:
@@ -31,7 +32,8 @@ class HostPool:
         self._pinned = current_accelerator() is not None
         self._idle: dict[int, list[tuple[HostBlock, Any]]] = {}
         self.bytes_in_use = self._most_in_use = 0
-        # When the pool is garbage-collected, a device may still be copying from or to a block.
+        # Wait for copies that are pending when the pool, and with it its memory, is
+        # garbage-collected.
         weakref.finalize(self, drain).atexit = False
 
     def take(self, num_bytes: int) -> tuple[HostBlock, Any]:

@@ -15,20 +15,21 @@ other devices, tensor subclasses, and ranges shorter than ``min_bytes``.
 The memory of a block is held until compute has waited for its copy, so that no kernel reuses it
 earlier. With ``record_stream`` the time of reuse, and the peak, would depend on the device. After
 each block, compute waits for the oldest copies while more than ``in_flight`` bytes are held. Memory
-that is still held when backward starts (that of the last block, by default) is used as it is.
+that is still held when backward starts (by default the last block's) is used without a copy.
 
 The backward of a block starts when autograd unpacks the first of its tensors. Then the memory of
-the block before it in backward is freed, compute waits for the copy of this block's memory, and
-copies for the next blocks start, up to ``in_flight`` bytes but at least for one block. A chain of
-weak references stores the order. Memory is allocated on compute's stream, so that it reuses the
-memory of freed activations: each copy waits for the work that compute was given before, and compute
-waits for each copy before the memory is freed. The end of a backward frees the memory of all
-blocks. After ``retain_graph=True`` another backward copies again.
+the block that ran before it in backward is freed, compute waits for the copy of this block's
+memory, and copies for the next blocks start, up to ``in_flight`` bytes but at least for one block.
+A chain of weak references stores the order. Memory is allocated on compute's stream, so that it
+reuses the memory of freed activations: each copy waits for the work that was submitted to compute
+before, and compute waits for each copy before the memory is freed. The end of a backward frees the
+memory of all blocks. After ``retain_graph=True`` another backward copies again.
 
 With such hooks torch does not detect that a saved tensor was changed in place, so this module
-compares versions. A tensor without memory shares the version counter of the saved tensor.
+compares versions. For this it keeps a tensor that shares the version counter of the saved tensor,
+but not the memory of a tensor that is copied.
 
-Blocks of host memory are reused by size. A block is written again after the last copy from it.
+Host memory is reused by size. The next copy to it starts after the last copy from it has ended.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ from fsdp_engine.units.build import EngineSetup, Resources
 OFFLOAD = "offload"
 # The role of the host memory in ledgers.
 _ROLE = "activations"
-# Tensors of other classes are not moved. Tensors may be fake.
+# Classes of the tensors that are moved. Tensors are fake in a simulation.
 _PLAIN = (Tensor, FakeTensor)
 # Copied ranges start at multiples of this number of bytes, like memory of allocators. So tensors
 # keep their alignment, by which kernels are selected.
@@ -86,9 +87,10 @@ class OffloadActivations(EngineExtension):
     Attributes:
         in_flight: Bytes on the device in addition to those of the current block: activations whose
             copy to the host is not done, or that were copied back for backward. Unless it is 0, at
-            least one block is copied back in advance. None: the most that a block has copied.
-        min_bytes: Shorter ranges stay on the device. Copying the default number of bytes takes as
-            long (19 us at 55 GB/s) as the host takes to submit the copy.
+            least one block is copied back in advance. None: the largest number of bytes that any
+            block has copied so far.
+        min_bytes: Ranges of fewer bytes stay on the device. Copying the default number of bytes
+            takes as long (19 us at 55 GB/s) as the host takes to submit the copy.
 
     Raises:
         ValueError: A number is negative.
@@ -185,8 +187,9 @@ class _Moved:
         last_copy: The last copy from or to the host memory, by this or an earlier user of it.
         bytes: The bytes on the device. None: they are on the host only.
         is_restored: Whether ``bytes`` were copied back from the host.
-        pending: The copy for which compute must wait before ``bytes`` are freed.
-        num_users: Number of users of ``bytes``.
+        pending: The copy for which compute must wait before it reads or frees ``bytes``.
+        num_users: Number of pending copies to the host and of calls in backward that need
+            ``bytes``.
     """
 
     def __init__(self, tensor: Tensor, start: int, num_bytes: int, pool: HostPool) -> None:
@@ -211,7 +214,7 @@ class _Moved:
             self._pool.put(self._block, self.last_copy)
 
     def holds(self, start: int, end: int, version: int) -> bool:
-        """Returns whether this object contains the range, of tensors of the given version."""
+        """Returns whether this object contains bytes ``start`` to ``end`` at this version."""
         is_within = self._start <= start and end <= self._start + self.num_bytes
         return is_within and version == self._version
 
@@ -357,7 +360,8 @@ class ActivationOffload:
     def install(self, blocks: dict[str, nn.Module]) -> None:
         """Replace the forwards of these modules, which are given in module order."""
         for number, (name, module) in enumerate(blocks.items()):
-            # A compiled call must not be traced through autograd hooks, so the call is replaced.
+            # A compiled module computes in `_compiled_call_impl`. Replacing its forward instead
+            # would let the compiler trace the hooks of autograd.
             is_compiled = module._compiled_call_impl is not None
             called = "_compiled_call_impl" if is_compiled else "forward"
             own = vars(module).get(called)
@@ -376,7 +380,8 @@ class ActivationOffload:
         """Returns the result of ``function``, a forward of the block ``module``."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        # In a checkpoint's recomputation, no more tensors may be saved than in its forward.
+        # The hooks are also set in a checkpoint's recomputation. Without them the checkpoint would
+        # count more saved tensors than in its forward, and raise an error.
         is_recomputed = in_backward()
         if not is_recomputed:
             self._end_backward()  # An exception may have interrupted a backward.
@@ -482,7 +487,7 @@ class ActivationOffload:
 
     def _free(self, call: _Call, moved: Sequence[_Moved]) -> None:
         """Free the memory of ``moved`` that no other call uses. Compute waits for copies from and
-        to it first, so that no other kernel gets it earlier."""
+        to this memory first, so that no kernel reuses it earlier."""
         unused = []
         for each in moved:
             each.num_users -= 1
@@ -494,7 +499,8 @@ class ActivationOffload:
                 each.bytes = None
 
     def _submit(self, lane: Lane, call: _Call, moved: Sequence[_Moved]) -> None:
-        """Copy ``moved`` on ``lane``, after the work submitted to compute and earlier copies."""
+        """Copy ``moved`` on ``lane``, after the work submitted to compute and after earlier copies
+        from and to the same host memory."""
         is_out = lane is self._out
         pairs = [(each.host, each.bytes) if is_out else (each.bytes, each.host) for each in moved]
         # Wait one by one: for several tickets of one stream, a lane waits only for the last given.

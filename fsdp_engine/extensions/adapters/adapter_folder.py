@@ -46,14 +46,16 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
     Args:
         engine: The engine of a PEFT model.
         folder: The folder of the adapter.
-        adapter: Name of the adapter in the model. None: the only one, or "default".
+        adapter: Name of the adapter in the model. None: the model's only adapter, or "default" if
+            it has several.
 
     Returns:
         The match, and the names in the model of all tensors of the adapter.
 
     Raises:
-        ValueError: The model is not a PEFT model or has no such adapter, the adapter in the folder
-            has another computation than the model's, or its weights are a pickle.
+        ValueError: The model is not a PEFT model or has no such adapter, a setting that determines
+            the output (such as ``lora_alpha``) differs between folder and model, or the weights are
+            a pickle.
         OSError: A file is missing.
     """
     found, _ = peft_model(engine.model)
@@ -70,7 +72,7 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
     stored = {each.name: each for each in read_header(folder / WEIGHTS)}
     own = adapter_names(engine.model, adapter)
     if not stored.keys() <= own.keys():
-        # PEFT saves embeddings with an adapter where it trains them, and where they were resized.
+        # PEFT saves embeddings with an adapter that trains them, or if they were resized.
         more = adapter_names(engine.model, adapter, embeddings=True)
         own |= {name: place for name, place in more.items() if name in stored}
     pieces = {own.get(name, name): [whole(each)] for name, each in stored.items()}
@@ -105,7 +107,8 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         check_shared(what, engine)
         if prompts and dtype is not None:
             raise ValueError(f"dtype: expected None for prompts, which PEFT makes; found {dtype}")
-        if is_first:  # PEFT may query the hub to find whether a vocabulary was resized.
+        # One rank finds the names: PEFT may query the hub whether a vocabulary was resized.
+        if is_first:
             names = {
                 each: adapter_names(engine.model, each, embeddings="auto")
                 for each in found.peft_config
@@ -156,7 +159,7 @@ def _chosen(model: Any, adapter: str | None) -> str:
 
 
 def _check_config(folder: Path, own: Any, adapter: str) -> None:
-    """Check that the adapters of the folder and the model have the same computation."""
+    """Check that the settings of ``_COMPUTES`` are the same in the folder and the model."""
     path = folder / CONFIG
     try:
         stored = dict(json.loads(path.read_text(encoding="utf-8")))

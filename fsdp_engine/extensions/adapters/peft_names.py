@@ -12,10 +12,10 @@ select and rename entries of a ``state_dict``, and are called with a dict of nam
     head.modules_to_save.default.weight     head.weight            base_model.model.head.weight
 
 Layers with adapters initialize their adapters (LoRA: A random, B zero). The modules that hold the
-tensors, such as plain ``nn.Linear``, cannot. Therefore, if a model was built on the meta device,
-the layer initializes them, first the tensors that are drawn (:meth:`AdapterLayers.draw`), then
-those that are computed from base weights (:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows of
-embeddings, copies of modules).
+tensors, such as plain ``nn.Linear``, would draw other values. Therefore, if a model was built on
+the meta device, the layer initializes the tensors: first those that are drawn
+(:meth:`AdapterLayers.draw`), then those that are computed from base weights
+(:meth:`AdapterLayers.derive`: DoRA's magnitudes, rows of embeddings, copies of modules).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def peft_model(model: nn.Module) -> tuple[Any, str]:
 def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
     """Find the base model, and the names of its tensors in ``model``.
 
-    A module that an adapter trains as a copy has two names, because both copies are initialized
-    from the base model's tensors.
+    If adapters train copies of a module, its tensors have several names: one in the original module
+    and one in each copy. All are initialized from the base model's tensors.
 
     Returns:
         The base model, and for each name in it the names in ``model``.
@@ -220,7 +220,8 @@ class AdapterLayers:
             if method is not True and method is not False and method != "gaussian":
                 raise ValueError(_unsupported(path, adapter, f"init_lora_weights={method!r}"))
             with _drawn_as_by_peft(layer, adapter):
-                # PEFT draws these twice: when it creates them, and when it initializes them.
+                # PEFT draws these twice: when it creates them, and when it initializes them. Drawing
+                # once would change all random numbers that follow.
                 for attribute in ("lora_A", "lora_B"):
                     _reset_parameters(getattr(layer, attribute), adapter)
                 for attribute in ("lora_embedding_A", "lora_embedding_B"):

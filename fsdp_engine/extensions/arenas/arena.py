@@ -17,10 +17,11 @@ becomes shorter.
 
     fill a, fill b, free a, fill c, free b, fill d        equal sizes: a 0, b 1, c 0, d 1
 
-On CUDA, storages of one role are freed after compute has finished with them, and filled after
-compute. So all work on a range, on any lane, is done before the range is assigned again. An arena
-is allocated within a fill, so that its memory belongs to the lane of the fill. With ``nccl_ub`` it
-is allocated before any step, for a step in module order, and keeps its length (``expect``).
+On CUDA, storages of one role are freed after compute has finished with them, and filled after the
+work that was submitted to compute before. So all work on a range, on any lane, is done before the
+range is assigned again. An arena is allocated within a fill, so that its memory belongs to the lane
+of the fill. With ``nccl_ub`` it is allocated before any step, for a step in module order, and keeps
+its length (``expect``).
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class Arena:
         book: Called with the number of bytes by which the arena grows.
 
     Attributes:
-        memory: The memory of the arena. None until the first fill after a step has ended.
+        memory: The memory of the arena. None until :meth:`expect` is called, or until the first
+            fill after a step has ended.
         load: Most bytes that were filled at once; each storage is rounded up to the alignment.
     """
 
@@ -111,7 +113,7 @@ class Arena:
         self._is_fixed = True
 
     def fill(self, storage: torch.UntypedStorage, num_bytes: int) -> bool:
-        """Fill the empty ``storage`` with memory of the arena; returns whether it had room."""
+        """Fill the empty ``storage`` from the arena; returns whether the arena had room."""
         if self._is_due and all(taken.piece is None for taken in self._taken):
             self._grow()
         piece = self._reserve(storage._cdata, num_bytes)
@@ -121,7 +123,7 @@ class Arena:
         return True
 
     def drain(self, storage: torch.UntypedStorage) -> bool:
-        """Free ``storage`` if its memory is the arena's; returns whether it was."""
+        """Free ``storage`` if the arena has filled it; returns whether the arena had."""
         piece = self._release(storage._cdata)
         if piece is None:
             return False

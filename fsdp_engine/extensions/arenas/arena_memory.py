@@ -180,7 +180,7 @@ class Arenas(EngineExtension):
                 engine.budget,
                 engine.staging_budget,
             )
-            # In the first forward, loose units stay full throughout.
+            # In the first forward, units with loose modules ([Note: Default units]) stay gathered.
             loose = [unit.index for unit in units if unit.loose]
             full = [list(dict.fromkeys((*loose, *moment))) for moment in rehearsal.full()]
             memory.expect({"full": full, "staging": list(rehearsal.staging())})

@@ -7,8 +7,8 @@ with the communicators of all data-parallel groups. *Plain* registration is loca
 at the same time, and torch registers growth of a registered pool as soon as it is allocated. So all
 of the memory is allocated while the engine is built, in the order of units, and registered once,
 group by group. At that time no step has run: a rehearsal of a step (``rehearsal.py``) computes the
-length of the arenas ([Note: Arena] in ``arena.py``). Arenas keep that length, and storages that do
-not fit get ordinary memory, and so do the buffers in which the receiving rank sums for
+length of the arenas ([Note: Arena] in ``arena.py``). Arenas keep that length. Ordinary memory is
+used for storages that do not fit, and for the buffers in which the receiving rank sums with
 ``reduce_scatter_with_fp32_accumulation``. Arenas of the length that the first step needed would not
 work, because ranks may have needed different lengths.
 
@@ -59,7 +59,7 @@ class NcclPool:
     def register(self) -> None:
         """Register all memory allocated so far with the communicators. Collective."""
         for group in self._groups:
-            # NCCL creates a communicator at its first collective, and windows need it before.
+            # Windows need the communicator, which NCCL creates at its first collective.
             float(all_reduce_(torch.tensor(0.0, device=self._device), group))
             backend: Any = backend_of(group, self._device)
             if self._symmetric:

@@ -2,9 +2,10 @@
 
 Results stay on the device until the reductions of the step are done. The host reads them once per
 step rather than once per buffer, so backward never waits for the device. There is one byte for each
-parameter, set if its gradient is not finite; the maximum over all ranks is reduced along with the
-last gradients. On a CPU, one pass over a buffer finds its least and largest element, and parameters
-are checked one by one only if one of these is not finite (``benchmarks/nan_check.py``).
+parameter, set if its gradient is not finite. An all-reduce, issued with the last gradients, takes
+the maximum over all ranks. On a CPU, one pass over a buffer finds its least and largest element,
+and parameters are checked one by one only if one of these is not finite
+(``benchmarks/nan_check.py``).
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ class _Checks(GradientObserver):
                     f"{len(history)} steps, {largest:.3g}",
                     stacklevel=2,
                 )
-            if math.isfinite(norm):  # After infinity in the history no norm would be large.
+            if math.isfinite(norm):  # With infinity in the history, no later norm would be large.
                 history.append(norm)
 
 

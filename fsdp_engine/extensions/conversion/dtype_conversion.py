@@ -3,12 +3,12 @@
 torch converts a module with a function that it applies recursively, and assigns the result to the
 parameter, which stays the same object. The engine does the same: each rank rounds its main weights
 in place, published gradients get the new dtype, and optimizer state is unchanged. torch converts
-buffers of modules and parameters of no unit.
+buffers of modules, and parameters that belong to no unit.
 
 [Note: Conversion on some ranks]
-Ranks meet before a conversion and compare the new dtypes: a rank that skipped it would send
-messages of another size, which gloo answers with an abort and NCCL with a hang or wrong values. A
-rank that does not convert will later wait in a collective for the ranks that do. On gloo this is
+Ranks meet before a conversion and compare the new dtypes. A rank that skipped the conversion would
+later send messages of another size, with which gloo aborts, and NCCL hangs or returns wrong values.
+A rank that does not convert will later wait in a collective for the ranks that do. On gloo this is
 detected within seconds, and the wait fails with the same error. On NCCL the host does not wait. The
 ranks that convert raise after the group's timeout, and NCCL's watchdog ends the others. In both
 cases nothing has been changed.
@@ -141,7 +141,7 @@ def changes_of(
 
     Args:
         unit: The unit.
-        fn: The function that ``nn.Module._apply`` got.
+        fn: The function that was passed to ``nn.Module._apply``.
         options: The options of the engine.
         inside: The modules whose parameters are converted.
 
@@ -184,12 +184,12 @@ def kind_after(
     """Returns the kind and the codec of ``buffer`` for main weights of ``dtype``.
 
     They follow from the policy, except for its ``main_params_dtype``. Compute weights and gradients
-    for which the policy names no dtype get the same one. Example: fp32 weights are converted to
+    for which the policy names no dtype get ``dtype``, too. Example: fp32 weights are converted to
     bf16. With ``MixedPrecisionPolicy()`` everything is bf16; with ``reduce_dtype=fp32`` gradients
     are summed in fp32 and kept in bf16.
 
     Raises:
-        ValueError: Such a buffer is not possible; names the first parameter.
+        ValueError: The buffer cannot have such main weights; names its first parameter.
     """
     name = buffer.records[0].name
     modules = [module for record in buffer.records for module, _ in record.holders]

@@ -43,9 +43,10 @@ matters on the device: a stream that waits for a reduction blocks the gathers qu
 
 At the end of backward, before an optimizer step, and before any other collective of the engine, all
 ranks take part until no rank is busy. Then all reductions are submitted, and no rank needs weights
-that another rank is about to change. A rank that waits at such a place, or for reductions, sends
-its place, since a rank at the end of the context will never submit the reductions of another rank's
-backward. If ranks wait at different places, all of them exchange their places and raise an error.
+that another rank is about to change. Ranks could wait for each other without end: a rank at the end
+of the context never submits the reductions for which a rank within a backward waits. So a rank that
+waits at such a place, or for reductions, sends its place with its vote. If ranks wait at different
+places, all of them exchange their places and raise an error.
 
 If a rank raises an exception while others may need its votes, it sends a failure instead, so that
 all ranks raise.
@@ -107,8 +108,8 @@ _LARGEST = 255  # largest value of a byte
 # Number of units gathered for other ranks that are kept. To free one at once, compute would have to
 # wait for its gather; and this rank may use one that it did not expect to use.
 _MOST_FOR_OTHERS = 2
-# Number of next uses in the recorded order in which the next units to gather are searched. Units
-# that one call of `will_use` has named count as one use.
+# Number of coming uses in the recorded order among which the units to gather next are searched.
+# Units that one call of `will_use` has named count as one use.
 _NUM_EXPECTED = 8
 _MOST_NAMED = 8
 _IN_BACKWARD = b"\0\1"  # All ranks with votes are in backward.
@@ -185,7 +186,8 @@ class GatherRounds(Schedule):
         # Units of the pending vote. None: no vote is pending.
         self._vote: Sequence[int] | None = None
         self._vote_is_stale = False  # The vote was sent before a reset.
-        # Whether some ranks wait in a pass of nested backwards, and others for the outermost one.
+        # Whether some ranks still reduce in a pass of nested backwards ([Note: Passes] in
+        # `nested_backwards/reductions.py`), while others are at the end of the outermost backward.
         self._has_another_pass = False
         # Whether other ranks may need votes of this rank.
         self._is_awaited = True
@@ -275,8 +277,9 @@ class GatherRounds(Schedule):
         self._expect()
 
     def leave_forward(self, unit: Unit, entered: Collection[int], *, reads_again: bool) -> None:
-        """See the base class. Uses of named units say nothing about the next use of another one,
-        since the next forward may not have them."""
+        """See the base class. A unit is kept if the recorded order has its next use directly after
+        this one. Uses of named units in between are skipped, since the next forward may not have
+        them."""
         hints = self._uses.hints
         if hints and unit.index not in hints:
             entered = {*entered, *hints}
@@ -318,7 +321,7 @@ class GatherRounds(Schedule):
 
     def _next_uses(self) -> list[int]:
         """Returns the units that are expected next: those that were named, then those of the
-        recorded order. None of them if nothing is prefetched."""
+        recorded order. The list is empty if the prefetch window is 0."""
         if not self._scheduler.prefetches:
             return []
         hints, found = self._uses.hints, dict.fromkeys(self._named)
@@ -327,7 +330,7 @@ class GatherRounds(Schedule):
             hint = hints.get(use.unit)
             if hint is not None and self._phase == FORWARD:
                 if follows_named:
-                    continue  # The last forward used it in place of those that are named now.
+                    continue  # The last forward used this unit in place of those named now.
                 break
             follows_named = False
             num_stretches += hint is None or hint is not last
@@ -346,8 +349,8 @@ class GatherRounds(Schedule):
         for index in wanted:
             named = self._uses.hints.get(index)
             if named is None:
-                # In backward it is gathered with the named units that follow it, during the
-                # computation between these and those that precede it.
+                # In backward this unit shares a message with the named units after it, not with
+                # those before it. The computation between these two hides the gather.
                 if has_other or (found and self._phase == BACKWARD):
                     break
                 has_other = True
@@ -360,8 +363,8 @@ class GatherRounds(Schedule):
         return found
 
     def _expect(self) -> None:
-        """Vote for the next units of this rank: one gather in flight, and a vote for other units.
-        Units to vote for at once count as one.
+        """Vote for the next units of this rank, until one gather is in flight and one vote for the
+        units after it is pending. Units that are in one vote count as one gather.
 
         Raises:
             RuntimeError: As in :meth:`gather`.
@@ -369,8 +372,8 @@ class GatherRounds(Schedule):
         self._expected = wanted = self._next_uses()
         hints = self._uses.hints
         gathered = {unit.index: unit for unit in (*self._ahead, *self._for_others)}
-        # Include units gathered for other ranks. At most two that were not named, since orders can
-        # change.
+        # The units to hold, some of which may be gathered for other ranks already: all named units,
+        # and the next two others. More are not held, since orders can change.
         others = [each for each in wanted if each not in hints]
         others = [each for each in others if each in gathered or self._needs_gather(each)]
         coming = {*(each for each in wanted if each in hints), *others[:2]}
@@ -496,7 +499,7 @@ class GatherRounds(Schedule):
         status: _Status = _Status.BUSY,
         place: Place | None = None,
     ) -> None:
-        """Send a vote for ``units``. ``place``: where this rank waits."""
+        """Send a vote for ``units``. ``place`` is where this rank waits, or None."""
         num_units = len(self._units)
         content = bytearray(2 * num_units)
         phases = [False, False]
@@ -516,7 +519,17 @@ class GatherRounds(Schedule):
         self._vote = units
 
     def _take_part(self, place: Place | None = None) -> _Status:
-        """Gather the units with votes; returns the maximum status. ``place``: the one sent."""
+        """Gather the units with votes, or raise if a rank has failed.
+
+        Args:
+            place: The place that this rank has sent.
+
+        Returns:
+            The maximum status over all ranks.
+
+        Raises:
+            RuntimeError: As in :meth:`gather`, or a rank waits at another place.
+        """
         status = self._exchange(place)
         self._vote = None
         if status is _Status.FAILED:
@@ -549,7 +562,8 @@ class GatherRounds(Schedule):
         own, phases = self._vote or (), votes[at : at + 2]
         indices = to_gather(votes[:num_units], votes[num_units:at], phases)
         if phases == _IN_BACKWARD:
-            # Backward reads no weights of an embedding, unless a checkpoint repeats its forward.
+            # Embeddings have no place and come last: backward reads their weights only if a
+            # checkpoint repeats their forward.
             indices.sort(key=lambda index: self._place_in_backward.get(index, num_units))
         for index in indices:
             self._gather(self._units[index], is_own=index in own)
@@ -592,7 +606,7 @@ class GatherRounds(Schedule):
         if unit.state is not State.SHARDED:
             unit.gather_again()
             return
-        # Where weights have two encodings, other ranks may need either.
+        # Weights may have two encodings, for forward and for backward. Other ranks may need either.
         unit.gather(unit.unknown_phase)
         if self._reads_files:
             unit.wait()
@@ -620,7 +634,7 @@ def together(engine: Engine) -> Iterator[None]:
 
     Ranks may leave out modules, and use them in any order and any number of times. Under
     ``no_grad`` they may run different numbers of forwards. With gradients, each rank must run the
-    same number of backwards; gradients are those of the mean over ranks, as at other levels. A rank
+    same number of backwards; gradients are means over all ranks, as outside of the context. A rank
     that finishes its backward or leaves the context takes part in the gathers of other ranks until
     all ranks have done so. From the start of forward until then no other collective may run. Each
     gather takes one additional small message. At levels below ``optim_grads_params``, where ranks
@@ -671,8 +685,8 @@ def together(engine: Engine) -> Iterator[None]:
 
 
 def _ranks_can_differ(engine: Engine) -> bool:
-    """Whether ranks may currently run different numbers of forwards under ``no_grad``: within
-    ``together``, or where forwards do not communicate."""
+    """Returns whether ranks may now run different numbers of forwards under ``no_grad``: within
+    ``together``, or if forwards do not communicate."""
     full_main = engine.guard.full_main
     if engine.scheduler.ranks_differ or all(full_main(b, 0) is not None for b in engine.buffers):
         return True

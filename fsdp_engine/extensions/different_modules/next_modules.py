@@ -39,8 +39,8 @@ def will_use(
     has chosen them. Ranks may name different modules, and any number of them. Within
     :func:`together` a rank then votes for all of them in one message instead of one message for
     each, in forward and in backward. A module that is named and not called costs its gather. A
-    module that is called and not named is gathered when it is called.
-    The names replace those of the last call.
+    module that is called and not named is gathered when it is called. Modules that an earlier call
+    has named, and that were not called yet, are no longer named.
 
     Does nothing outside of ``together``, with a prefetch window of 0, at levels below
     ``optim_grads_params``, and for modules that are no units and contain none, because the unit

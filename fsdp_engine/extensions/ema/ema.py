@@ -67,8 +67,8 @@ class EMA:
             ``num_updates``).
         average_buffers: Also average the model's floating-point buffers (e.g. BatchNorm's running
             statistics). False: within ``swapped`` the model keeps its current buffers.
-        copy_first: The first update copies the weights, as that of torch's ``AveragedModel`` does.
-            False: it averages them with those at construction.
+        copy_first: The first update copies the weights, as in torch's ``AveragedModel``. False: the
+            first update averages them with the weights at construction.
 
     Attributes:
         decay, every, warmup, copy_first: The arguments.
@@ -158,7 +158,8 @@ class EMA:
         engine.scheduler.check_at_rest("EMA.swapped()")
         engine.missing_values.check()
         engine.await_ranks()
-        if engine.strategy.depth(Role.OPTIM):  # ranks gather shards of each other
+        # Other ranks gather this rank's shards, so all ranks meet before the shards change.
+        if engine.strategy.depth(Role.OPTIM):
             agree("EMA.swapped()", None, engine.ranks.control_group)
         current = self._model_buffers() if self._buffers else {}
         with ExitStack() as stack:
@@ -249,7 +250,8 @@ def _refuse_averages(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
-    """Context within which ``tensor`` holds ``values``. Changes are kept in ``values``."""
+    """Context within which ``tensor`` holds ``values``. At its end, ``values`` are updated with the
+    changes of ``tensor``, and ``tensor`` has its former values again."""
     before = tensor.clone()
     with torch.no_grad():
         tensor.copy_(values)
@@ -279,7 +281,7 @@ class _BackwardCheck(GradientObserver):
 
 
 class _Average:
-    """The averages of the parameters of one buffer: this rank's shard of its main weights.
+    """The averages of the parameters of one buffer, for this rank's shard of the main weights.
 
     Args:
         buffer: The buffer to average.

@@ -55,7 +55,7 @@ class FixedOrderCommunicator(Communicator):
         group: The ranks of the axis.
         device: The device of the tensors.
         trees: The trees to which a reduction adds the summands. The result is the mean over their
-            leaves, or zeros until all leaves are there. None: the summands of one reduction are a
+            leaves, or zeros until all leaves were added. None: the summands of one reduction are a
             tree of their own, whose sum is the result.
     """
 
@@ -74,7 +74,11 @@ class FixedOrderCommunicator(Communicator):
         accumulate: bool = False,
         tag: int = 0,
     ) -> Steps:
-        """See :class:`Communicator`. ``average`` has no effect, since the mean is over leaves."""
+        """See :class:`Communicator`. ``average`` has no effect, since the mean is over leaves.
+
+        Raises:
+            RuntimeError: ``accumulate`` is set: the gradients of several backwards would be added.
+        """
         del average
         assert reduce_dtype in (None, full.dtype)
         assert divisor == 1.0
@@ -105,7 +109,7 @@ class FixedOrderCommunicator(Communicator):
             out.copy_(mean)
 
     def all_reduce(self, tensor: Tensor, *, average: bool = False, tag: int = 0) -> Steps:
-        """See :class:`Communicator`. Sums that are not complete are not gathered."""
+        """See :class:`Communicator`. Gathers a sum only once its tree is complete."""
         yield from self.reduce_scatter(tensor, self.part(tensor), average=average, tag=tag)
         if self._trees is None or self._trees.is_taken(tag):
             yield from self.all_gather(tensor, None, tag + 1)

@@ -6,8 +6,8 @@ rank ``r`` of ``R`` is leaf ``m * R + r``. One binary tree adds the gradients of
 order of ranks, and adds them to its trees. On two axes the inner ranks add the leaves of one
 microbatch first, which is a node of the tree if their number is a power of two.
 
-To the engine each microbatch is a step of its own. Until the last one its gradients are dropped
-when they are reduced, since the trees have them.
+The engine treats each microbatch as a step of its own. After the reduction of a microbatch that is
+not the last, its gradients are cleared instead of published, since the trees have added them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from fsdp_engine.units.build import EngineSetup, Resources
 class FixedOrderSums(EngineExtension):
     """Makes gradients and their norm independent of the number of ranks, the level and the mesh.
 
-    A step is ``leaves`` microbatches, divided over the ranks. The gradient is the mean over them:
-    losses are not divided by the number of microbatches::
+    A step is ``leaves`` microbatches, divided over the ranks. The gradient is the mean over them,
+    so the caller does not divide losses by the number of microbatches::
 
         sums = fe.FixedOrderSums(leaves=24)
         engine = fe.shard(model, extensions=[sums])
@@ -46,12 +46,12 @@ class FixedOrderSums(EngineExtension):
     :meth:`microbatches` seeds torch's random numbers, and updates statistics of batch
     normalization, for each leaf. :meth:`mean_loss` is the mean over samples of all leaves, for
     leaves of different sizes. ``engine.clip_grad_norm_`` is independent of the order for the 2-norm
-    and the maximum; ``torch.nn.utils.clip_grad_norm_`` is not. A step that is not complete is
-    dropped by ``engine.reset()``, not by ``zero_grad()``; checkpoints do not have it.
+    and the maximum; ``torch.nn.utils.clip_grad_norm_`` is not. ``engine.reset()`` drops a step that
+    is not complete; ``zero_grad()`` does not. Checkpoints do not contain such a step.
 
     A backward raises an error outside of :meth:`microbatches`, under ``engine.no_sync()``, with
     ``create_graph=True``, if another backward runs within it, for a penalty that was computed with
-    ``model.parameters()``, and if forward has changed another buffer than statistics of batch
+    ``model.parameters()``, and if forward has changed a buffer other than statistics of batch
     normalization.
 
     Args:
@@ -142,12 +142,14 @@ class FixedOrderSums(EngineExtension):
         StepSums(engine, self.leaves, self.seed, trees)
 
     def microbatches(self, engine: Engine, step: int) -> Iterator[int]:
-        """Yield the leaf of each of this rank's microbatches of a step, whose backward the caller
-        runs before the next one. The last backward is collective over all ranks.
+        """Yield the number of the leaf for each microbatch that this rank runs in a step.
 
-        torch's random numbers in a microbatch depend on the step and the leaf only; at the end the
-        state of the generators is restored. Running statistics of batch normalization become the
-        mean over those of all leaves.
+        The caller runs one backward for each leaf before it takes the next. The last backward is
+        collective over all ranks.
+
+        torch's random numbers in a microbatch depend on the seed, the step and the leaf only. At
+        the end the state of the generators is restored. Running statistics of batch normalization
+        become the mean over those of all leaves.
 
         Args:
             engine: An engine with this extension.

@@ -1,7 +1,8 @@
 """Running statistics of batch normalization, whose updates do not depend on the number of ranks.
 
-Each leaf begins with the statistics that the step began with. At the end of the step they are the
-mean over the leaves of the updated ones, and counters of batches are the largest ones.
+Each leaf begins with the statistics that the step began with, and updates them. At the end of the
+step the running means and variances are set to their mean over the leaves, and counters of batches
+to the maximum.
 """
 
 from __future__ import annotations

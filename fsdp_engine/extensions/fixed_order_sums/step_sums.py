@@ -36,8 +36,8 @@ class LeafLoop:
 
     Attributes:
         step: See the argument.
-        num_reduced: Number of microbatches that are reduced.
-        is_complete: Whether all of them are.
+        num_reduced: Number of microbatches whose gradients are reduced.
+        is_complete: Whether the gradients of all microbatches are reduced.
     """
 
     def __init__(self, engine: Engine, leaves: int, seed: int, step: int) -> None:
@@ -68,8 +68,8 @@ class LeafLoop:
         self.is_complete = True
 
     def end(self) -> None:
-        """Restore the state of the random numbers before the loop, and the statistics, unless the
-        step is complete."""
+        """Restore the states that the random generators had before the loop. If the step is not
+        complete, restore the statistics as well."""
         if not self.is_complete:
             self._statistics.restore()
         torch.set_rng_state(self._states[0])
@@ -110,7 +110,7 @@ class StepSums(GradientObserver):
         self._num_reduced = 0
         self._used: list[list[bool]] = []
         self._is_open = False  # A backward has begun and is not reduced.
-        self._drops = False  # The gradients that are being cleared are those of a microbatch.
+        self._drops = False  # The next `discard` clears the gradients of a microbatch only.
         for buffer in self._buffers:
             assert buffer.grads is not None
             buffer.grads.divide_by(1.0)
@@ -192,8 +192,8 @@ class StepSums(GradientObserver):
 
         Raises:
             RuntimeError: No backward has run. Or the microbatch has changed a buffer, or has a
-                penalty on sharded parameters; names it. Or, on all ranks, the step is not complete
-                or the ranks' steps differ.
+                penalty on sharded parameters; names the tensor. Or, on all ranks, the ranks' steps
+                differ, or see :meth:`.FixedOrderSums.mean_loss`.
         """
         loop = self.loop
         if loop is None or not self._is_open:
@@ -233,7 +233,7 @@ class StepSums(GradientObserver):
         return found
 
     def discard(self) -> None:
-        """Drop the step, unless these are the gradients of a microbatch that the trees have."""
+        """Drop the step, unless :meth:`reduced` has just added the gradients to the trees."""
         if self._drops:
             self._drops = False
             return
@@ -341,7 +341,7 @@ def check_dtypes(name: str, dtypes: Any) -> None:
         dtypes: The :class:`~fsdp_engine.precision.ParamDtypes` of a buffer.
 
     Raises:
-        ValueError: They are not.
+        ValueError: One of these dtypes is not fp32.
     """
     sums = (dtypes.comm, dtypes.reduce, dtypes.main_grad, dtypes.optim_grad)
     if set(sums) != {torch.float32}:

@@ -46,7 +46,7 @@ class TreeSum:
         self._partial.append((count, total if is_own else total.clone()))
 
     def take(self) -> Tensor:
-        """Returns the sum of all summands. It is not to be called again.
+        """Returns the sum of all summands. Call it once, since it drops the partial sums.
 
         A zero has a positive sign, whatever the signs of its summands.
         """

@@ -87,7 +87,7 @@ class Encoding:
 
 
 class Arithmetic(Protocol):
-    """The work on elements of one buffer. Tensors without a shape here are 1-D."""
+    """The work on elements of one buffer. Tensors are 1-D where no shape is mentioned."""
 
     def note_amaxes(self, main: Tensor, amaxes: Tensor) -> None:
         """Raise ``amaxes`` to the largest magnitudes in the shard of main weights.
@@ -118,7 +118,7 @@ class Arithmetic(Protocol):
 
 
 class TorchArithmetic:
-    """Functions of torch, on any device, for any encoding.
+    """Implements :class:`Arithmetic` by functions of torch, on any device, for any encoding.
 
     Args:
         encoding: The encoding.

@@ -1,4 +1,4 @@
-"""Decides whether a device can use ``fused_kernels.py``: its results are compared before."""
+"""Decides whether a device can use ``fused_kernels.py``, by comparing its results with torch's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_engine.memory import allocator
 
 # Triton converts to e4m3 by an instruction that devices before this capability lack.
 _LEAST_CAPABILITY = (8, 9)
-# Shapes of parameters, and the elements of each that a rank has.
+# The shape of each parameter, and the range of its elements that a rank has.
 _PARAMS = (((130, 129), (5, 16000)), ((3, 7), (0, 21)), ((64, 256), (0, 16384)))
 
 

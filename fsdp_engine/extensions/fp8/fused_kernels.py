@@ -2,15 +2,16 @@
 
 Functions of torch read and write a buffer once for each operation, and issue tens of kernels for a
 unit. Here a kernel reads each element once, and one launch serves all parameters of a buffer. The
-results are bit by bit those of ``TorchArithmetic``.
+results are equal to those of ``TorchArithmetic`` bit by bit.
 
 [Note: Tiles]
 A program of a kernel works on one *tile*: ``ROWS`` x ``COLUMNS`` elements of a parameter, seen as a
 matrix. A table on the device, made at construction, has one line of ``_FIELDS`` integers for each
 piece, with the number of tiles before it. A program finds its piece by counting the lines that
 begin at or before its own number. A piece may begin and end within a row: elements of other ranks
-are masked. Wide and narrow matrices have tiles of different shapes, and a launch each. If all
-numbers of a table are multiples of 16, the compiler is told so, and accesses 16 bytes at a time.
+are masked. Wide and narrow matrices have tiles of different shapes, and a launch each. If the
+numbers of columns, the bounds and the offsets in a table are all multiples of 16, the kernel
+declares this, and the compiler accesses 16 bytes at a time.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class FusedArithmetic:
     def decode(
         self, wire: Tensor, scales: Tensor, offsets: Sequence[int], params: Sequence[Tensor]
     ) -> None:
-        """See :class:`Arithmetic`. ``params`` must lie in one storage like ``offsets``."""
+        """See :class:`Arithmetic`. All ``params`` must be in one storage, at the same distances as
+        in ``offsets``."""
         if self._offsets != offsets:
             self._offsets = list(offsets)
             self._whole = self._launches(
@@ -169,7 +171,7 @@ def _tile(
     GRANULARITY: tl.constexpr,
 ):
     """Returns the places of this program's elements in the buffer, which of them are in the piece,
-    the places of their scales (one, or one for each row), and which of these the piece has."""
+    the place of the scale for each row, and which of the rows have elements in the piece."""
     tile = tl.program_id(0)
     lines = tl.arange(0, LINES)
     begins = tl.load(table + lines * _FIELDS, mask=lines < num_pieces, other=2147483647)

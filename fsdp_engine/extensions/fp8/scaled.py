@@ -43,7 +43,7 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.patterns import compile_pattern
 from fsdp_engine.precision import ParamDtypes
 
-# Smallest scale: fp32 is denormal below. Elements below `largest` times this scale become zero.
+# Smallest scale, so that scales are never zero: fp32 numbers below it are denormal.
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 

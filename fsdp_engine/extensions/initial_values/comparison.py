@@ -18,7 +18,8 @@ from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.units.plan import Plan, is_expert
 
-# Number of words in a row. Sums of rows and sums of columns detect two words that are swapped.
+# Number of 64-bit words in a row. Sums of rows and of columns, weighted by place, differ if two
+# words are swapped, except for few pairs of places.
 _ROW = 1024
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -156,7 +157,7 @@ def _first_other_value(holdings: Holdings, mesh: DataMesh) -> tuple[str, int, in
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Returns a 0-d integer that depends on the values and their order, but not on the device.
+    """Returns a 0-d int64 tensor that depends on the values and their order, not on the device.
 
     Args:
         tensor: A plain tensor with values, of any shape and dtype.
@@ -176,7 +177,8 @@ def checksum(tensor: Tensor) -> Tensor:
     rows, tail = words[: num_rows * _ROW].view(-1, _ROW), words[num_rows * _ROW :]
     total = _in_order(tail)
     if num_rows:
-        # These are two passes at memory bandwidth. A cumulative sum of all words needs more memory.
+        # Both sums read the words at memory bandwidth. A cumulative sum of all words would need
+        # memory for a copy.
         total = total * 3 + _in_order(rows.sum(0)) * 5 + _in_order(rows.sum(1)) * 7
     return total * 9 + _in_order(rest) if rest.numel() else total
 

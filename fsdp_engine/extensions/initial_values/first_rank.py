@@ -51,8 +51,8 @@ def broadcast_buffers(model: nn.Module, mesh: DataMesh, experts: DataMesh | None
     """Copy the buffers of the first rank to all ranks. Buffers of experts are copied from the first
     of the ranks that share them. Collective.
 
-    A buffer that several modules share on the first rank becomes shared on all ranks. On ranks that
-    were moved to the meta device, torch has created a tensor for each module.
+    A buffer that several modules share on the first rank becomes shared on all ranks. Where the
+    model was moved to the meta device, torch has created a separate tensor for each module.
 
     Raises:
         ValueError: Names, shapes or dtypes of buffers differ. Raised on all ranks.
@@ -95,8 +95,8 @@ def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> Non
         assert buffer is not None
         if not buffer.numel():
             continue
-        # A buffer shared by two modules may be two buffers on the first rank, and expanded tensors
-        # cannot be written to: replace both by a copy.
+        # A buffer that two modules share here may be two buffers on the first rank. Expanded
+        # tensors cannot be written to. In both cases a copy replaces the buffer.
         if owners[name] != name or 0 in buffer.stride():
             buffer = module._buffers[attribute] = buffer.clone(
                 memory_format=torch.contiguous_format

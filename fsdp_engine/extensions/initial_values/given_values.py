@@ -1,6 +1,8 @@
-"""Initial values that a rank has not built: of meta tensors, from the first rank, or loaded later.
+"""Initial values that a rank has not built itself.
 
-These cases are distinguished before anything is changed: see ``compared_values.py``.
+Tensors on the meta device are initialized unit by unit, broadcast from the first rank, or allocated
+for values that are loaded later. ``compared_values.py`` selects between these cases before anything
+is changed.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class GivenValues(InitialValues):
         setup: The setup of the engine.
         comparison: The comparison of all data-parallel ranks.
         from_first: See :class:`InitialValues`.
-        takes_first: Use the buffers of the first rank, too.
+        takes_first: Use the parameters and buffers of the first rank, also if no tensor is on the
+            meta device.
         is_empty: Allocate tensors that are on the meta device on all ranks, without values.
         has_meta: Whether any rank of the model has tensors on the meta device.
         ranks: All ranks of the model.
@@ -63,7 +66,7 @@ class GivenValues(InitialValues):
         self._tree: ModuleTree | None = None
         self._error: Exception | None = None
         lacks = find_lacking(plan.root) if plan.on_meta else ""
-        # Whether parameters and buffers are those of the first rank; only it needs values then.
+        # Whether parameters and buffers are copied from the first rank, which alone needs values.
         self._are_firsts = takes_first
         if comparison.metas_differ:
             check_first_has_all(comparison, lacks)

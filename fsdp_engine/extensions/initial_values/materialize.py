@@ -31,7 +31,7 @@ from fsdp_engine.codecs.base import param_class_of
 from fsdp_engine.extension_list import find_module
 from fsdp_engine.memory.allocator import empty, empty_like
 
-# Offset of the seed of adapters, which must draw other values than their unit.
+# Offset of the seed of adapters, whose random values must differ from those of their unit.
 _OF_ADAPTERS = 1 << 20
 
 
@@ -122,7 +122,8 @@ class ModuleTree:
             yield from self._upwards(parent)
 
     def ready(self, records: Sequence[ParamRecord]) -> list[nn.Module]:
-        """Returns modules that own any of these parameters or contain no others, children first."""
+        """Returns the modules that own any of these parameters, and those that contain no other
+        parameters, children first."""
         hits: Counter[int] = Counter()
         found: set[int] = set()
         for record in records:
@@ -163,8 +164,8 @@ def materialize(
     modules = {module: _metas_of(module) for module in tree.ready(metas)}
     originals = [record.param for record in metas]
     for record in metas:
-        # For a DTensor use the global shape, so that values are those of the model without it.
-        # Modules initialize plain tensors, whatever the class of the parameter.
+        # For a DTensor use the global shape, so that values are those of the model without tensor
+        # parallelism. Modules initialize plain tensors, whatever the class of the parameter.
         param = record.param
         param_class = param_class_of(param)
         marks = vars(record.shard) if param_class is None else param_class.marks(param)
@@ -347,7 +348,8 @@ class MetaBuffers:
         """Check shared buffers after all modules have been initialized.
 
         Raises:
-            ValueError: None of its modules has initialized a buffer.
+            ValueError: None of the modules that share a buffer has initialized it; names the
+                buffer.
         """
         for prefix, module in self._model.named_modules():
             for name, buffer in module._buffers.items():
@@ -380,7 +382,7 @@ def _keep_own_experts(record: ParamRecord) -> None:
 def _seeds_of_experts(
     modules: Iterable[nn.Module], records: Sequence[ParamRecord], base_seed: int
 ) -> dict[nn.Module, int]:
-    """Returns a seed for each module that contains parameters of experts only."""
+    """Returns a seed for each module all of whose parameters belong to experts."""
     names = {
         id(record.param): record.expert.rename(record.name)
         for record in records
@@ -406,10 +408,15 @@ def _reset(
     *,
     is_empty: bool = False,
 ) -> None:
-    """Initialize ``modules`` (children first; with names of their tensors without values).
+    """Initialize modules.
 
-    ``own_seeds``: seeds of modules that have one of their own. ``is_empty``: initialize only
-    tensors that are not saved.
+    Args:
+        tree: The tree of the model.
+        modules: The modules, children first, with the names of their tensors without values.
+        device: The device of the tensors.
+        seed: The seed of all modules together.
+        own_seeds: Seeds of modules that are seeded separately.
+        is_empty: Initialize only modules with buffers that are not saved.
     """
     if not modules:
         return

@@ -38,8 +38,8 @@ from fsdp_engine.runtime.kept_tensors import KeptTensors, next_function
 
 # Maximum number of objects that a search visits.
 _MOST_OBJECTS = 4096
-# Maximum counts of functions that are remembered for a module, and the maximum number of these for
-# which all objects of the interpreter are searched.
+# For each module, the maximum number of different counts of functions that are stored, and the
+# maximum number of these counts for which all objects of the interpreter are searched.
 _MOST_COUNTS = 64
 _MOST_SEARCHES = 8
 _NOT_SEARCHED = (
@@ -66,7 +66,8 @@ class FoundTensors(KeptTensors):
     """Searches for tensors that modules keep. See [Note: Kept tensors]."""
 
     def __init__(self) -> None:
-        # By the number of functions that a call creates.
+        # Whether a search has found tensors, and the text about a tensor that only a search of the
+        # interpreter has found (None: none), by the number of functions that a call creates.
         self._are_found: dict[int, bool] = {}
         self._hidden: dict[int, str | None] = {}
 

@@ -12,7 +12,8 @@ TORCHAO = ("torchao.optim.", "torchao.prototype.low_bit_optim.")
 
 
 class BlockState(StateFormat):
-    """Base class; see [Note: Blocks of quantised state] in the folder's ``__init__.py``."""
+    """Base class of formats that quantise state in blocks. See [Note: Blocks of quantised state] in
+    the folder's ``__init__.py``."""
 
     def block_size(self, optimizer: Any, number: int, index: int) -> int:
         """Returns the block size in elements for the state of a sharded parameter; 0 if the state

@@ -1,7 +1,8 @@
 """State of bitsandbytes and of pytorch_optimizer's FlashAdamW: codes in one tensor, and scales of
 blocks in another.
 
-Both are saved unchanged, under the package's names, as slices of the tensors of one process.
+Both are saved unchanged, under the package's names, as slices of the tensors that a single process
+would save.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class BitsandbytesRules:
 
 
 def _unsharded(shadow: Any) -> Any:
-    """Returns the shadow with the optimizer's own parameters in its groups."""
+    """Returns an object of the optimizer's class that shares the attributes of a shadow. Its param
+    groups have the sharded parameters instead of slices."""
     original: Any = object.__new__(type(shadow).__bases__[-1])
     original.__dict__ = shadow.__dict__
     return original

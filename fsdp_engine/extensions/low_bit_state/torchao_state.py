@@ -91,7 +91,8 @@ def _quantizes(
     dtype: torch.dtype,
     signed: bool,
 ) -> bool:
-    # Leave fake mode also in a simulation: torchao reads its maps of codes once and keeps them.
+    # Leave the fake mode of a simulation: torchao creates its maps of codes once and keeps them,
+    # so they must not be fake.
     with unset_fake_temporarily():
         full = torch.empty(placement.sharded_shape, dtype=dtype, device="meta")
         return _is_subclass(make(full, signed))
@@ -130,7 +131,8 @@ class TorchaoState(BlockState):
             else state
             for key, state in state_dict["state"].items()
         }
-        # A rank without elements of a parameter has plain state in the parameter's dtype.
+        # A rank without elements of a parameter has plain state in the parameter's dtype. Convert
+        # it to fp32, which the other ranks save.
         keys = _members(state_dict["param_groups"])
         for key, param in zip(keys, _members(optimizer.param_groups), strict=True):
             if key not in states or not isinstance(param, FlatDTensor) or param.local.numel():

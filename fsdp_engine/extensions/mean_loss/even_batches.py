@@ -101,13 +101,13 @@ def _read_message(content: list[int]) -> _Loaded:
 def even_batches(
     engine: Engine, loader: Iterable[T], *, drop_last: bool = False
 ) -> Iterator[tuple[T, float]]:
-    """Iterate over batches, on every rank as often as on the rank with most batches. Collective.
+    """Iterate over batches, with as many on every rank as the longest loader has. Collective.
 
     A rank whose loader has ended repeats its last batch with weight 0. A rank whose loader is empty
-    gets a copy of another rank's first batch. Each rank reads one batch ahead, so no rank
-    waits to know whether there is another batch. Weight 0 removes a batch only from the loss:
-    modules that update buffers in training (BatchNorm's running statistics) process it again. With
-    such modules use ``drop_last=True``, or call ``eval()`` when the weight is 0.
+    gets a copy of another rank's first batch. Each rank reads one batch ahead, so that the exchange
+    of whether there is another batch overlaps with training. Weight 0 removes a batch only from the
+    loss: modules that update buffers in training (BatchNorm's running statistics) process it again.
+    With such modules use ``drop_last=True``, or call ``eval()`` when the weight is 0.
 
     Example: an exact mean for batches of any sizes::
 

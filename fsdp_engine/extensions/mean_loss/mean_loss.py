@@ -1,9 +1,9 @@
 """Mean loss over the samples of all ranks and microbatches, whose numbers of samples may differ.
 
-Backward runs on the sum of the losses of a microbatch. The reduced gradients are then those of the
-sum over all ranks and microbatches, divided by the number of ranks; the engine multiplies them by
-``ranks / samples``. The number of samples is summed over the ranks once per step, in a message of
-four elements that is sent along with the last reductions of the step.
+Backward runs on the sum of the losses of a microbatch. The reduced gradients are then the gradients
+of the sum over all ranks and microbatches, divided by the number of ranks. The engine multiplies
+them by ``ranks / samples``. One all-reduce of four elements per step, issued with the last
+reductions, sums the numbers of samples of all ranks.
 
 In a step, all losses on all ranks must be results of ``mean_loss()``, or none. The message detects
 a mixture. On a CPU all ranks then raise. The host does not wait for an accelerator, so there the
@@ -43,8 +43,8 @@ class _StepLosses:
 
     Attributes:
         totals: Four fp64 elements, summed over the microbatches whose backward has started: losses,
-            samples, microbatches, and 1 if there was a backward of another loss. They are those of
-            this rank, and of all ranks once ``work`` is done.
+            samples, microbatches, and 1 if there was a backward of another loss. They are sums of
+            this rank, and sums over all ranks once ``work`` is done.
         buffers: The buffers of trainable parameters.
         divisor: Power of two by which sums are divided before backward, since sums would overflow
             in fp16.
@@ -232,7 +232,8 @@ class MeanLosses(GradientObserver):
         """Start to sum the totals over the ranks."""
         if self._divisor is None:
             return  # No rank has called mean_loss().
-        # A rank without a microbatch takes part, and learns that other ranks had some.
+        # A rank without a microbatch takes part as well: it scales its gradients if other ranks
+        # had microbatches.
         step = self._step = self._step or self._begin_step()
         if self._has_others:
             step.totals[3] = 1
@@ -294,8 +295,8 @@ class MeanLosses(GradientObserver):
 
 
 def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor:
-    """Returns a 0-d tensor to call ``backward()`` on. The reduced gradients will be those of the
-    mean loss over the samples of all ranks and all microbatches of the step.
+    """Returns a 0-d tensor to call ``backward()`` on. The reduced gradients will be the gradients
+    of the mean loss over the samples of all ranks and all microbatches of the step.
 
     Backward of each rank's own mean would give the mean of means, which differs if the numbers of
     samples (or tokens) differ. Call this function once per microbatch, on every rank, before the
@@ -340,8 +341,10 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
 
 @contextmanager
 def weighting_losses(engine: Engine, weight: float) -> Iterator[Callable[[], int]]:
-    """Context in which ``mean_loss`` multiplies loss sums and counts by ``weight``. For trainers,
-    whose users call ``mean_loss`` without knowing which batches are repeated.
+    """Context in which ``mean_loss`` multiplies loss sums and counts by ``weight``.
+
+    It is for trainers that call ``even_steps``: the code that calls ``mean_loss`` is the user's,
+    and does not get the weights of batches.
 
     Args:
         engine: The engine of the model.

@@ -6,7 +6,8 @@ whose reduction is already submitted. Then the queue is completed like that of a
 another *pass* begins. Ranks may need different numbers of passes. If passes reduce (over axes that
 shard gradients), a rank sends a message when it begins another pass, without waiting. When the
 outermost backward ends, ranks exchange whether any has begun another pass, and take part in it with
-zeros. Then the last axes are reduced. If ranks use different units, the schedule exchanges this.
+zeros. Then the last axes are reduced. If ranks use different units, the votes of the schedule
+replace these messages ([Note: Gather rounds] in ``different_modules/gather_rounds.py``).
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class NestedReductions(Reductions):
         has no uses so far."""
         queue = self._queue
         if queue is not None and queue.is_last:
-            # All ranks get here, but they may have submitted different reductions of the queue.
+            # All ranks begin nested backwards, but may have submitted different reductions of the
+            # queue before. So all of its reductions are submitted first.
             with self._on_stream():
                 self._end_pass(queue)
                 self._close(queue)

@@ -9,8 +9,8 @@ running one. Gradients of nested backwards are accumulated like those of microba
 are reduced on the last microbatch are reduced when the outermost backward ends ([Note: Passes] in
 ``reductions.py``).
 
-A forward of a single unit within a ``torch.autograd.Function`` is a recomputation (a re-entrant
-checkpoint), and a forward of the model is nested.
+If the backward of a ``torch.autograd.Function`` runs a forward of a single unit, this is treated as
+a recomputation (a re-entrant checkpoint). A forward of the model is treated as nested.
 
 Other functions run autograd once for each slice of their input (a tiled MLP). All gradients of a
 unit can then be computed several times. So a unit whose gradients a nested run of autograd has
@@ -118,7 +118,7 @@ class NestedScheduler(Scheduler):
         return self.run_backward(NestedBackward(self._let_wait(outer)))
 
     def _let_wait(self, backward: Backward) -> Outer:
-        """Suspend ``backward``: record further uses in another order."""
+        """Suspend ``backward``. Further uses are recorded separately."""
         record = self.schedule.record
         if record is not self._nested_record:
             self._outermost_record = record
@@ -135,7 +135,8 @@ class NestedScheduler(Scheduler):
 
     def _end_outermost(self) -> None:
         """End the outermost backward, within which nested ones ran."""
-        if self._backward is not None:  # Its own callback follows and ends both.
+        # The callback of the outermost backward is called later, and ends both.
+        if self._backward is not None:
             self._outermost_is_over = True
             return
         self._has_nested = self._outermost_is_over = False
