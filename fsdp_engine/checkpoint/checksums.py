@@ -101,7 +101,7 @@ class CheckedFile(io.RawIOBase):
         sums: The checksums of the file.
 
     Raises:
-        DamagedError: In any read, if bytes are missing or differ from those that were written.
+        DamagedError: A read finds bytes that are missing or differ from those that were written.
     """
 
     def __init__(self, file: BinaryIO, name: str, sums: FileSums) -> None:

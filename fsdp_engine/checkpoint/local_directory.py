@@ -8,8 +8,8 @@ any time the nodes together have all files of a checkpoint.
 
 To load, ranks compare the folders of their nodes. The folders of one save have the same manifest.
 The newest save of which each file exists on some node is loaded. If the ranks of a node read a file
-that the node does not have, another node sends it. Usually there are no such files. They exist
-after the loss of a node, or if the number of nodes has changed.
+that the node does not have, another node sends it. Such files exist only after the loss of a node,
+or if the number of nodes has changed.
 
 [Note: Files of a load]
 A received file must not be added to a published folder, and a file that a node has may be removed

@@ -145,9 +145,9 @@ def check_shared(what: str, engine: ShardedModel) -> None:
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the ``state_dict`` of a model. In it, extra states of modules with weights quantised
-    by Transformer Engine are plain tensors, because Transformer Engine saves them as pickles and
-    refuses to load these."""
+    """Returns the ``state_dict`` of a model. Extra states of modules with weights quantised by
+    Transformer Engine are replaced by plain tensors, because Transformer Engine saves these states
+    as pickles and refuses to load the pickles."""
     state = dict(model.state_dict(keep_vars=True))
     for name, module in model.named_modules():
         key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE

@@ -12,9 +12,9 @@ additional entry for the optimizer's class:
 An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
 a tensor of the saved weight's shape is loaded as a slice with the parameter's placement (or as a
 plain tensor if the parameter is one), and every other tensor is replicated. For a 0-d parameter the
-shape of a state does not determine whether the state is sharded like the parameter. It is, if the
-state of this name of another parameter has that parameter's shape. Without such a state, only the
-state ``step`` is not sharded.
+shape of a state does not determine whether the state is sharded like the parameter. Then another
+parameter that has dims and a state of the same name determines this: the state is sharded if that
+state has that parameter's shape. Without such a parameter, all states but ``step`` are sharded.
 """
 
 from __future__ import annotations

@@ -515,7 +515,8 @@ def refuse_no_sync() -> NoReturn:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer of torch that accelerate's optimizer wraps; any other one unchanged."""
+    """Returns the optimizer of torch that accelerate's optimizer wraps. Any other optimizer is
+    returned unchanged."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
