@@ -2,8 +2,8 @@
 
 ``Checkpointer.save`` takes these steps on all ranks:
 
-1. Each rank validates its arguments and state, and all ranks agree that there is no error (one
-   small collective). Rank 0 creates a folder with a temporary name.
+1. Each rank validates its arguments and state, and rank 0 creates a folder with a temporary name.
+   Then all ranks agree, by small collectives, that there is no error.
 2. Each rank writes its slices into its own files and syncs them (``writer.py``, DCP).
 3. When all ranks have finished, rank 0 writes the metadata and the manifest, and gives the folder
    the name of a checkpoint. Then it removes the oldest checkpoints.
@@ -17,7 +17,8 @@ A script may end directly after its last ``save_async``. Python then calls the f
 registered with ``threading._register_atexit``, in reverse order, and joins threads afterwards.
 ``concurrent.futures`` has registered a function that shuts down all executors, including those that
 write the files. The engine's function is registered later, so it is called earlier, and waits for
-the save. If the save fails, it prints the error, and the process exits with status 1.
+the save. If the save has failed, the function prints the error, and the process exits with status
+1.
 
 [Note: Snapshot]
 ``save_async`` copies all tensors into one block of host memory, which the next snapshot reuses,
@@ -78,7 +79,7 @@ class HostMemory:
         return self._block.bytes.numel()
 
     def snapshot(self, entries: dict[str, Any]) -> dict[str, Any]:
-        """Returns a copy of ``entries``. Of a sharded tensor only this rank's slice is copied.
+        """Returns a copy of ``entries``, which contains only this rank's slices of sharded tensors.
 
         The copies are complete on return. A tensor that occurs several times is copied once. Values
         that are not tensors are copied deeply.
@@ -127,8 +128,9 @@ class Checkpointer:
         directory: Path on storage that all ranks share; the first save creates it.
         engine: The result of ``fsdp_engine.shard``, or a dict of several engines over the same
             ranks, such as ``{"actor": actor, "critic": critic}``.
-        optimizer: One optimizer, or several, over the parameters of all engines: torch's, or
-            Megatron-Core's with its loss scaler. None: only weights are saved.
+        optimizer: One optimizer, or several, over the parameters of all engines. Optimizers of
+            torch and of Megatron-Core (with the loss scaler) are supported. None: only weights are
+            saved.
         extra: Objects with ``state_dict()`` and ``load_state_dict()``, by name: scheduler, data
             position, averages of weights. Each rank saves the state of its own objects, and its
             slices of sharded tensors in it.
@@ -167,7 +169,8 @@ class Checkpointer:
         self._directory = self._directory_type(Path(directory), self._ranks, timeout)
         self._host_memory = HostMemory(self._ranks.device)
         self._save: _Save | None = None
-        # The numbers of the engine and of its checkpointer, or the path, are equal on all ranks.
+        # All ranks use the same checkpointer if either the numbers (of the engine, and of the
+        # checkpointer among those of the engine) or the paths are equal on all ranks.
         first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
         number = next(_NUMBERS.setdefault(first, itertools.count()))
         self._identity = ((first.number, number), str(directory))
@@ -180,8 +183,8 @@ class Checkpointer:
                 replaces the first one when it is complete.
 
         Raises:
-            ValueError, TypeError, RuntimeError: ``step`` is not such a number, ``step`` or the
-                optimizer's class differs between ranks, a forward or backward is running, the
+            ValueError, TypeError, RuntimeError: ``step`` is not an int of at least 0, ``step`` or
+                the optimizer's class differs between ranks, a forward or backward is running, the
                 optimizer does not belong to the engine, or another job saves into the directory.
                 Nothing was written.
             RuntimeError: Writing failed, now or in an earlier asynchronous save; the message names
@@ -305,13 +308,13 @@ class Checkpointer:
             RuntimeError: The save failed on some rank. Resources are released in this case as well.
         """
         try:
-            self.wait()  # no rank uses the group after this
+            self.wait()  # afterwards no rank uses the process group of saves
         finally:
             self._directory.release()
             self._host_memory = HostMemory(self._ranks.device)
 
     def _begin(self, step: int) -> _Save:
-        """Validate all ranks' state, and create the folder of a save."""
+        """Validate the state of all ranks, and create the folder of a save. Collective."""
         self._run.await_ranks()
         self._check_called_on_all_ranks("Checkpointer.save")
         self.wait()
@@ -346,11 +349,11 @@ class Checkpointer:
         return _Save(self, entries, self._directory.staging(created), step)
 
     def _check_called_on_all_ranks(self, what: str) -> None:
-        """Check that all ranks have called this checkpointer. Collective. Checkpointers whose ranks
-        save into different directories are not checked.
+        """Check that all ranks have called the same checkpointer. Collective. Checkpointers whose
+        ranks save into different directories are not checked.
 
         Raises:
-            ValueError: Ranks have called different ones. All ranks raise.
+            ValueError: Ranks have called different checkpointers. All ranks raise.
         """
         told = agree(what, None, self._control, self._identity)
         if not self._has_one_directory:
@@ -433,7 +436,7 @@ class _Save(threading.Thread):
         self._checkpointer._directory.discard(self.staging)
 
     def raise_error(self) -> None:
-        """Raise the error of the save, on all ranks. Does nothing if that was done already.
+        """Raise the error of the save, on all ranks. Does nothing after the first call.
 
         Raises:
             RuntimeError: The save failed on some rank.

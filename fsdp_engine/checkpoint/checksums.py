@@ -15,7 +15,8 @@ from typing import Any, BinaryIO
 
 BLOCK_BYTES = 1 << 18
 _SUM_BYTES = 4
-# Number of partially read blocks in the cache, such as those with the directory of an archive.
+# Maximum number of blocks in the cache. Only partially read blocks are cached, such as those with
+# the directory of an archive.
 _CACHED_BLOCKS = 4
 
 
@@ -100,7 +101,7 @@ class CheckedFile(io.RawIOBase):
         sums: The checksums of the file.
 
     Raises:
-        DamagedError: In any read, if bytes are missing or differ from those that were written.
+        DamagedError: A read finds bytes that are missing or differ from those that were written.
     """
 
     def __init__(self, file: BinaryIO, name: str, sums: FileSums) -> None:
@@ -127,7 +128,7 @@ class CheckedFile(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` up to the end of the file. Returns the number of bytes."""
+        """Read into ``buffer`` until it is full or the file ends. Returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         start, block_bytes = self._place, self._sums.block_bytes
         view = view[: max(self._sums.num_bytes - start, 0)]

@@ -90,7 +90,7 @@ def inspect_(
     as_json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
     trust: TrustOption = False,
 ) -> None:
-    """Print the contents of a checkpoint: its save, parameters, optimizer, tensors."""
+    """Print the contents of a checkpoint: properties of the save, optimizer, extra, tensors."""
     with _errors_reported():
         (folder,) = find_folders(path, step)
         found = describe(StoredCheckpoint(folder, trust))

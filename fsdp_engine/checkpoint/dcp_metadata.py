@@ -82,8 +82,9 @@ _MAX_SHARDED_DIMS = 8
 def unpickle_metadata(content: bytes, trust: bool) -> Metadata:
     """Unpickle DCP's metadata.
 
-    Of the attributes of ``Metadata`` only ``state_dict_metadata``, ``planner_data``,
-    ``storage_data`` and the checksums are kept. No code of this package reads other attributes.
+    The result contains ``state_dict_metadata``, ``planner_data``, ``storage_data`` and the
+    checksums. Other attributes of ``Metadata`` are dropped, because this package does not read
+    them.
 
     Args:
         content: The pickle; bytes after its end are ignored.

@@ -6,14 +6,15 @@
     .removing-step-.../   being removed, or left by a killed job
     .loading-5d1f02c9/    links to files that are being loaded, or left by a killed job
     .lock                 locked by the job that saves here
-    .stage                of which stage of a pipeline this is the directory
+    .stage                the pipeline stage whose checkpoints are in this directory
 
 No folder is overwritten: a second checkpoint of a step is a folder with the next number, and the
 older folder is removed when the new one is complete. So a complete checkpoint of the step exists at
 all times.
 
-Only rank 0 of a job uses a directory. It holds the lock while the job saves. The lock is an
-advisory ``flock``, which the operating system releases when the process ends for any reason.
+Only one rank of a job uses a directory: rank 0, or the first rank of each node
+(``local_directory.py``). This rank holds the lock from its first save until ``release()``. The lock
+is an advisory ``flock``, which the operating system releases when the process ends for any reason.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SAVING, _REMOVING, _LOADING, _LOCK = ".saving-", ".removing-", ".loading-", ".l
 
 
 def _this_process() -> str:
-    """The text of the lock's owner."""
+    """Returns the text that identifies this process in the lock file."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
@@ -45,7 +46,7 @@ class CheckpointDirectory:
         path: The path of the directory, which the first save creates.
 
     Attributes:
-        place: The pipeline stage whose model is saved here.
+        place: The pipeline stage whose model is saved here (``stage_place.py``); empty: none.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,8 +130,8 @@ class CheckpointDirectory:
 
         Args:
             keep: The number of latest steps to keep.
-            newest: The latest step that counts. None: the latest of all.
-            keeps_later: Keep steps after ``newest``, too. False: remove them.
+            newest: The step up to which steps are counted. None: all steps are counted.
+            keeps_later: Also keep the steps after ``newest``. False: remove them.
 
         Returns:
             The steps after ``newest`` that were kept.
@@ -219,7 +220,7 @@ class CheckpointDirectory:
         # A step may be a symbolic link. Its target is not removed.
         if folder.is_symlink():
             folder.unlink()
-        else:  # the next save retries if this fails
+        else:  # if removing fails, the next save tries again
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -63,8 +63,8 @@ class Source:
 def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source]:
     """Returns the parameters and persistent buffers of a sharded model, in the order of modules.
 
-    Parameters that several ranks hold are distributed among these ranks by bytes, in this order.
-    Buffers may differ between ranks; the buffers of rank 0 are written.
+    If several ranks hold the same slices, each of them writes consecutive parameters with about the
+    same number of elements. Buffers may differ between ranks; the buffers of rank 0 are written.
 
     Args:
         engine: An engine without a running forward, backward or ``unsharded()``.
@@ -73,6 +73,8 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
     Raises:
         RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``, or a load
             failed halfway.
+        ValueError: Ranks hold different experts, or a module has another parameter than at
+            ``shard()``.
     """
     check_at_rest(engine)
     engine.missing_values.check()
@@ -123,7 +125,8 @@ def checkpoint_sources(
 
     Raises:
         FileNotFoundError, NotADirectoryError: There is no checkpoint.
-        ValueError: The checkpoint contains no tensors of a model, or is damaged.
+        ValueError: The checkpoint contains no tensors of a model, or only the trainable ones, or is
+            damaged.
     """
     metadata = read_metadata(folder, trust)
     saved = Saved(metadata)

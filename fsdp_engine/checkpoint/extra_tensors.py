@@ -4,7 +4,7 @@ A pickle of ``extra`` would contain one rank's slice, which another number of ra
 Therefore each sharded tensor is a separate entry, like a parameter:
 
     extra_tensors.<name>       the tensor, of which each rank writes its slice
-    extra, ranks.<rank>        pickles, which contain a reference where the tensor was
+    extra, ranks.<rank>        pickles, which contain a reference instead of the tensor
 
 The pickler finds the tensors in any container or object, and its memo ensures that a tensor that
 occurs twice is loaded as one object. A loaded tensor has the placement of the corresponding
@@ -46,8 +46,8 @@ class Reference:
 
     Attributes:
         key: The name of the tensor's entry, without the section.
-        param: The name of the parameter that is sharded like the tensor; "": no parameter of the
-            engine is.
+        param: The name of the parameter that is sharded like the tensor; "" if the engine has no
+            such parameter.
         shape: The shape of the full tensor.
         requires_grad: Whether the tensor required grad.
         placement: The placement of the saved slice, if ``param`` is "".
@@ -83,7 +83,8 @@ class ExtraTensors:
     """Collects the sharded tensors of ``extra`` that this rank saves.
 
     Args:
-        engine: The engine whose parameters have the same placements.
+        engine: The engine. A sharded tensor with the placement of one of its parameters is saved
+            like this parameter.
 
     Attributes:
         entries: The tensors by name. They are complete after :meth:`pack`.
@@ -157,8 +158,8 @@ class ExtraTensors:
         )
 
     def _param_of(self, flat: FlatPlacement) -> SavedParam | None:
-        """Returns the parameter with this placement. Parameters of several engines may have one
-        name."""
+        """Returns the parameter with this placement. Several parameters may have the same name in
+        it, because there may be several engines."""
         found = self._params.get(flat.name, ())
         placed = [(_placement(param), param) for param in found]
         same = [param for placement, param in placed if placement is flat]
@@ -196,7 +197,8 @@ def check_same_tensors(
         group: The process group of all ranks.
 
     Raises:
-        ValueError: Some rank does not save a tensor, which the message names. All ranks raise.
+        ValueError: A tensor that one rank saves is not saved by another rank. The message names the
+            tensor. All ranks raise.
     """
     if len(set(digests)) < 2:
         return
@@ -222,7 +224,7 @@ class ExtraTargets:
             sharded like no parameter then has the saved placement.
 
     Attributes:
-        targets: The tensors to read, on the CPU, by flat key.
+        targets: The tensors to read, on the CPU, by key.
     """
 
     def __init__(

@@ -24,5 +24,9 @@ class CheckpointFiles:
         return sorted(names)[self._ranks.rank :: self._ranks.size]
 
     def fetch(self, names_to_read: Callable[[], Iterable[str]]) -> None:
-        """Copy the files that this rank reads into the folder. Collective. Does nothing here; a
-        subclass gets files from other nodes."""
+        """Copy files that this rank will read, but that only other nodes have, into the folder.
+        Collective. Here the folder contains all files, so nothing is copied.
+
+        Args:
+            names_to_read: Function that returns the names of the files that this rank reads.
+        """

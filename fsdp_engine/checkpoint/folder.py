@@ -17,7 +17,7 @@ and reads its own slices; nothing is gathered. Entries have the same names as in
     ``ranks.<rank>``                          random states and extra of one rank (``Checkpointer``)
     ``extra_tensors.<name>``                  sharded tensors within ``extra``
     ``trainable_only``                        marks checkpoints without frozen parameters
-    ``stage``                                 place of a pipeline's stage
+    ``stage``                                 the pipeline stage of the model (``stage_place.py``)
     ========================================  ====================================================
 
 Unsharded code can load the weights with
@@ -30,7 +30,8 @@ be loaded.
 If :func:`save_checkpoint` overwrites an older checkpoint, it renames the new metadata into place as
 the last step, so that the older checkpoint remains intact if the job is killed during the save.
 
-Checkpoints contain pickles. They are read without running code: see ``inert_pickle.py``.
+Checkpoints contain pickles. Unless ``trust`` is set, they are read without running code: see
+``inert_pickle.py``.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def convert_dcp_errors(what: str) -> Iterator[None]:
         what: The name of the operation in the message.
 
     Raises:
-        Exception: The operation failed. The class is that of the first failed rank's exception.
+        Exception: The operation failed. The class is the most derived class of the first failed
+            rank's exception that is in ``ERROR_KINDS``, or RuntimeError if there is none.
+        BaseException: The exception of the first failed rank is not an ``Exception``.
     """
     try:
         yield
@@ -169,8 +172,8 @@ def save_checkpoint(
             exist. An older checkpoint in it is replaced; other files are not changed.
         engine: The result of ``fsdp_engine.shard``, or a dict of several engines over the same
             ranks. Entries then begin with the engine's name: ``model.actor.head.weight``.
-        optimizer: One optimizer, or several, over the parameters of all engines: torch's or
-            Megatron-Core's. State tensors without the parameter's shape must be equal on all ranks.
+        optimizer: One optimizer, or several, over the parameters of all engines, of torch or
+            Megatron-Core. State tensors without the parameter's shape must be equal on all ranks.
         extra: Additional values that ``torch.save`` accepts: step, LR scheduler, data position. The
             values of data-parallel rank 0 are saved. Each rank saves its slice of a sharded tensor
             in ``extra``, so all ranks must pass such tensors.
@@ -395,11 +398,11 @@ class FolderMatch:
         files: The files of the checkpoint.
         engine: The engine whose weights are replaced.
         optimizer: The optimizer whose state is replaced. None: only weights are loaded.
-        others: Keys of packed objects that are also read if they exist.
+        others: Keys of objects in the format of ``torch.save`` that are also read if they exist.
         trust: Allow objects of any class, which may run arbitrary code.
-        examined: Function that returns keys of packed objects that are read one at a time and not
-            kept.
-        examine: Function that is called with each of these objects.
+        examined: Function that returns the keys of further such objects, which are read one at a
+            time and not kept.
+        examine: Function that is called with each of these further objects.
         trainable_only: Do not change frozen parameters.
         is_same_job: Whether the number of ranks is the same as at the save.
 
@@ -501,14 +504,14 @@ class FolderMatch:
             )
 
     def fetch(self) -> None:
-        """Copy the files of the targets into the folder if other nodes have them. Collective."""
+        """Copy files of the targets that only other nodes have into the folder. Collective."""
         targets = self.targets | dict.fromkeys(self._examined)
         self._files.fetch(lambda: files_of(targets, self._metadata))
 
     @property
     def has_sharded_objects(self) -> bool:
-        """Whether objects that were read contain sharded tensors, whose values come with
-        :meth:`load`."""
+        """Whether objects that were read contain sharded tensors. :meth:`load` reads the values of
+        these tensors."""
         return bool(self._extra.targets)
 
     def read_objects(

@@ -101,7 +101,8 @@ def export_safetensors(
     buffer_bytes = BUFFER_BYTES
     engine: EngineLike | None = None
     if isinstance(engine_or_path, str | os.PathLike):
-        buffer_bytes //= 4  # three buffers: to read through, to read into, and to convert in
+        # Three buffers exist at the same time: to read through, to read into, and to convert in.
+        buffer_bytes //= 4
         path = Path(engine_or_path)
 
         def sources() -> list[Source]:
@@ -146,10 +147,14 @@ def export_sources(
         what: The name of the operation in messages.
         make_sources: Function that returns the tensors to write, with the same names, shapes and
             dtypes on all ranks.
-        ranks: The ranks that write together. None: this process alone.
-        buffer_bytes: Number of bytes of the buffer for conversions.
         directory, dtype, max_shard_size, progress: See :func:`export_safetensors`.
+        ranks: The ranks that write together. None: this process writes all tensors.
+        buffer_bytes: Number of bytes of the buffer for conversions.
         stem: The stem of the file names.
+
+    Raises:
+        Exception: ``make_sources`` raised an error, or an error of :func:`export_safetensors`. All
+            ranks raise.
     """
     group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
     folder: ExportFolder | None = None

@@ -1,9 +1,9 @@
 """Reads untrusted pickles as data, so that a pickle cannot change any existing object.
 
-A pickle calls the callables that it names, and sets attributes on them. Here each class that a
-pickle may name is replaced by a stand-in class that is created for one call, so that a pickle can
-only change stand-ins. The caller converts instances of stand-ins to objects and validates their
-values.
+A pickle calls the callables that it names, and can set attributes of the objects that it names.
+Here each class that a pickle may name is replaced by a stand-in class that is created for one call
+of :func:`load`, so that a pickle can only change stand-ins. The caller converts instances of
+stand-ins to objects and validates their values.
 
 [Note: Indices and lengths]
 CPython's unpickler allocates memory for the largest index of its memo, and for the length of a
@@ -85,7 +85,7 @@ def load(
 
 
 def _stand_in(kind_: str) -> type[Record]:
-    """Create a class with separate functions, because the pickle may change the class and them."""
+    """Create a class and its functions anew, because the pickle may change both."""
 
     class StandIn(Record):
         kind = kind_
@@ -117,8 +117,8 @@ _PUT, _LONG_BINPUT, _STOP = ord(pickle.PUT), ord(pickle.LONG_BINPUT), ord(pickle
 
 
 def _run_of_fixed() -> re.Pattern[bytes]:
-    """Returns a pattern of consecutive opcodes with arguments of fixed size. They are nearly all
-    opcodes of a pickle."""
+    """Returns a pattern of consecutive opcodes with arguments of fixed size. Nearly all opcodes of
+    a pickle are of this kind, so the pattern skips them quickly."""
     codes: dict[int, bytes] = {}
     for code, size in _SIZES.items():
         if size >= 0 and code not in (_LONG_BINPUT, _STOP):

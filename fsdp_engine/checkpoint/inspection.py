@@ -1,9 +1,10 @@
-"""Describes a checkpoint, and compares two checkpoints of any ranks and levels. Prints nothing.
+"""Describes a checkpoint, and compares two checkpoints. Prints nothing.
 
-A comparison needs bounded memory: both tensors are read in the same flat ranges, independent of
-their chunks, and no full tensor is in memory. The size of the buffer, which includes the memory of
-the comparison, limits the length of a range. Other entries (hyperparameters, ``extra``) are read
-one at a time.
+The two checkpoints may have been saved with different numbers of ranks and different levels. A
+comparison needs bounded memory: both tensors are read in the same flat ranges, independent of their
+chunks, and no full tensor is in memory. The length of a range is chosen so that the ranges of both
+tensors and the temporary tensors of their comparison fit into ``buffer_bytes``. Other entries
+(hyperparameters, ``extra``) are read one at a time.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class Description:
     Attributes:
         path: The folder of the checkpoint.
         step, world_size, mesh, strategy, libraries: The values in the manifest.
-        saved_at: The time of completion, in ISO 8601.
-        trainable_only: Whether it was saved without frozen parameters.
-        ties: The further names of tied weights, each with the first name.
+        saved_at: The time at which the checkpoint was completed, in ISO 8601.
+        trainable_only: Whether the checkpoint was saved without frozen parameters.
+        ties: The first name of a tied weight, by each of its further names.
         num_files, num_bytes: The number and the total bytes of existing files.
         missing_files, stray_files: Names of files that do not exist, and of files that do not
             belong to the checkpoint.
@@ -78,6 +79,7 @@ class Description:
             its names), optimizer, extra, ranks, and "other".
         optimizer: The name of the optimizer's class.
         groups: The first ``MAX_GROUPS`` param groups of the optimizer.
+        num_groups: The number of all param groups.
         extra: The values in ``extra`` of rank 0 by path, shortened. A dict of tensors is one value.
         num_ranks: The number of ranks that have saved random states and ``extra``.
         tensors: A row for each tensor, by section.
@@ -486,7 +488,8 @@ def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float
 def _gaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``|a - b|`` and ``|b|`` in float64, and a mask of equal elements."""
     if _is_integer(a.dtype) and _is_integer(b.dtype):
-        # float64 cannot represent all integers above 2**53. Overflows of int64 cancel out.
+        # Integers are subtracted in int64, because float64 cannot represent all integers above
+        # 2**53. The difference wraps around if it does not fit into int64.
         x, y = a.to(torch.int64), b.to(torch.int64)
         return (x - y).to(torch.float64).abs_(), y.to(torch.float64).abs_(), x == y
     is_complex = a.dtype.is_complex or b.dtype.is_complex
@@ -501,7 +504,7 @@ def _is_integer(dtype: torch.dtype) -> bool:
 
 
 def _different_objects(key: str, a: StoredCheckpoint, b: StoredCheckpoint) -> Iterable[str]:
-    """Returns a line for each value within an object that differs."""
+    """Returns a line for each value that differs between the two objects at ``key``."""
     if a.read_object(key) == b.read_object(key):
         return []
     return _different(key, a.read_value(key), b.read_value(key))

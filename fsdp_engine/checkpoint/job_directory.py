@@ -65,7 +65,8 @@ class JobDirectory(ABC):
         self.host_group()
 
     def belongs_to(self, place: Place) -> None:
-        """Set the place of the model. Saves raise if the directory belongs to another place."""
+        """Set the pipeline stage of the model (``stage_place.py``). Saves raise an error if the
+        directory belongs to another stage."""
         self._directory.place = place
 
     @abstractmethod
@@ -91,7 +92,8 @@ class JobDirectory(ABC):
 
     @abstractmethod
     def retire(self, keep: int | None, step: int) -> None:
-        """Remove all but the ``keep`` latest steps up to ``step``, which has been saved."""
+        """Remove all but the ``keep`` latest steps up to ``step``, which has been saved. A subclass
+        determines whether later steps are kept."""
 
     @abstractmethod
     def steps(self) -> list[int]:
@@ -131,8 +133,8 @@ class SharedDirectory(JobDirectory):
             self._directory.discard(staging)
 
     def retire(self, keep: int | None, step: int) -> None:
-        """Remove all but the ``keep`` latest steps up to ``step``, on rank 0. Later steps are those
-        of another run, or from before an older step was loaded. They stay."""
+        """Remove all but the ``keep`` latest steps up to ``step``, on rank 0. Later steps are kept:
+        they are those of another run, or were saved before an older step was loaded."""
         if not self._ranks.is_first:
             return
         later = self._directory.retire(keep, step, keeps_later=True)

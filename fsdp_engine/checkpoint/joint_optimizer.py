@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-# The optimizers of one job: its parameters are in one optimizer or in several.
+# One optimizer over all parameters, or several optimizers over different parameters.
 Optimizers = Optimizer | Sequence[Optimizer]
 
 
@@ -26,7 +26,8 @@ class _States(Mapping[Tensor, Any]):
 
     @property
     def _states(self) -> list[Any]:
-        return [optimizer.state for optimizer in self._optimizers]  # loading replaces the dicts
+        # The dicts are not kept, because load_state_dict replaces them.
+        return [optimizer.state for optimizer in self._optimizers]
 
     def __getitem__(self, param: Tensor) -> Any:
         for states in self._states:
@@ -175,8 +176,8 @@ class _WrappedOptimizers(JointOptimizer):
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """Returns the torch optimizer to save: the given one, or a joint one for several or
-    Megatron-Core's.
+    """Returns the torch optimizer to save. An optimizer of Megatron-Core is replaced by its torch
+    optimizer, and several optimizers are joined to one.
 
     Raises:
         ValueError: Two optimizers have the same parameter, or a Megatron-Core optimizer has fp32

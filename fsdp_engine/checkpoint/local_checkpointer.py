@@ -21,8 +21,8 @@ class LocalCheckpointer(Checkpointer):
     of ranks, after the loss of workers, or of nodes of which no two are neighbours (the first and
     the last node are neighbours). On one node, the checkpoints only survive the loss of workers.
 
-    Methods, arguments and errors are those of ``Checkpointer``, except for the following. Use it
-    for frequent saves, together with a ``Checkpointer`` on shared storage for rare saves.
+    Use this class for frequent saves, together with a ``Checkpointer`` on shared storage for rare
+    saves. Methods, arguments and errors are those of ``Checkpointer``, except for the following.
 
     Args:
         directory: The directory of this rank's node; ranks with the same directory form a node. It
@@ -37,7 +37,7 @@ class LocalCheckpointer(Checkpointer):
         if memory.steps():
             first = memory.load().step
         ...
-        memory.save_async(step)  # each 20 steps
+        memory.save_async(step)  # every 20 steps
         ...
         memory.remove()
     """

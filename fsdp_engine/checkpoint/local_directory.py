@@ -3,13 +3,13 @@
 The directories are in memory or on disks of the nodes. Each rank writes its file into the directory
 of its node, and the file is then sent to the next node. So all files of a checkpoint exist unless
 two neighbouring nodes are lost. A checkpoint is published, by a rename on each node, when all
-copies are complete. Older checkpoints are removed when all nodes have published it. So at any time
-all nodes have the files of one complete checkpoint.
+copies are complete. Older checkpoints are removed when all nodes have published the new one. So at
+any time the nodes together have all files of a checkpoint.
 
 To load, ranks compare the folders of their nodes. The folders of one save have the same manifest.
 The newest save of which each file exists on some node is loaded. If the ranks of a node read a file
-that the node does not have, another node sends it. Usually there are no such files. They exist
-after the loss of a node, or if the number of nodes has changed.
+that the node does not have, another node sends it. Such files exist only after the loss of a node,
+or if the number of nodes has changed.
 
 [Note: Files of a load]
 A received file must not be added to a published folder, and a file that a node has may be removed
@@ -182,7 +182,7 @@ class _GuardedFile:
     wait forever. After an error it is not read or written any further.
 
     Attributes:
-        errors: The first error of each operation.
+        errors: The errors that have occurred.
     """
 
     def __init__(self, path: Path, mode: Literal["rb", "wb"]) -> None:
@@ -418,8 +418,9 @@ class LocalDirectory(JobDirectory):
                 published = self._directory.publish(staging, step)
         except OSError as caught:
             error = caught
-        # The checkpoint is discarded only if all ranks learn that one of them has failed. If a rank
-        # is lost here, other ranks may have seen success, and removed the previous checkpoint.
+        # The published checkpoint is discarded only after this rank has received a failure from
+        # some rank. If the exchange itself fails because a rank is lost, the checkpoint is kept:
+        # other ranks may have received success, and removed the previous checkpoint.
         if any(gather_objects(error is not None, group, what)) and published is not None:
             self._directory.discard(published)
         agree(what, error, group)
@@ -430,8 +431,8 @@ class LocalDirectory(JobDirectory):
             self._directory.discard(staging)
 
     def retire(self, keep: int | None, step: int) -> None:
-        """Remove all but the ``keep`` latest steps up to ``step``. Later steps were not published
-        on all nodes, and are also removed."""
+        """Remove all but the ``keep`` latest steps up to ``step``. Later steps are also removed:
+        they were not published on all nodes, or were saved before an older step was loaded."""
         if self._is_leader:
             self._directory.retire(keep, newest=step)
 

@@ -10,9 +10,9 @@
     }
 
 The manifest of a checkpoint without frozen parameters contains ``"trainable_only": true`` and has
-format version 2. With sharded tensors within ``extra``, or with ``"stage"``, the place of a
-pipeline's stage, it has version 3. With ``"ties": {"head.weight": "embedding.weight"}``, further
-names of tied weights with their first names, it has version 4.
+format version 2. It has version 3 if ``extra`` contains sharded tensors, or if there is a
+``"stage"``, the pipeline stage of the model (``stage_place.py``). It has version 4 if there are
+tied weights: ``"ties": {"head.weight": "embedding.weight"}`` maps further names to first names.
 
 The manifest is written last. The checksum of a file detects changes after the write: CRC-32 detects
 all bursts of up to 32 bits, and misses one in four billion of other damages. It does not protect
@@ -44,8 +44,8 @@ _OF_EXTRA_OR_STAGE, _OF_TRAINABLE, _OF_WHOLE_MODELS = 3, 2, 1
 
 _BLOCK_BYTES = 1 << 20
 _NO_CRC = "0" * 8
-# The first version of the engine also listed the metadata under its name before the rename in the
-# checkpoints of a single process.
+# The temporary name of the metadata file. In checkpoints of a single process, the first version of
+# the engine also listed the file under this name.
 _RENAMED = ".metadata.tmp"
 
 

@@ -23,7 +23,7 @@ MODEL, OPTIMIZER, EXTRA, RANKS = "model", "optimizer", "extra", "ranks"
 EXTRA_TENSORS = "extra_tensors"
 # An entry that marks checkpoints without frozen parameters.
 TRAINABLE_ONLY = "trainable_only"
-# An entry with the place of a pipeline's stage, in JSON; see ``stage_place.py``.
+# An entry with the pipeline stage of the model, in JSON; see ``stage_place.py``.
 STAGE = "stage"
 
 EXTRA_STATE = "_extra_state"  # torch's key of the result of nn.Module.get_extra_state
@@ -57,7 +57,7 @@ class Saved:
         return [key for key, found in self.paths.items() if found[: len(path)] == path]
 
     def empty(self, key: str) -> Tensor | None:
-        """Allocate a CPU tensor for the tensor at ``key``; None for an object."""
+        """Returns new CPU memory for the tensor at ``key``; None if an object is at ``key``."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
             return allocator.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
@@ -130,7 +130,7 @@ def _check_expert_buffers(engine: ShardedModel) -> None:
 
 
 def check_shared(what: str, engine: ShardedModel) -> None:
-    """Check that all ranks share all parameters, so that no rank has different experts.
+    """Check that all ranks share all parameters, that is, that no rank has different experts.
 
     Raises:
         ValueError: Ranks hold different experts; the message names one.
@@ -145,9 +145,9 @@ def check_shared(what: str, engine: ShardedModel) -> None:
 
 
 def _model_state(model: nn.Module) -> dict[str, Any]:
-    """Returns the ``state_dict`` of a model. In it, extra states of modules with weights quantised
-    by Transformer Engine are plain tensors, because Transformer Engine saves them as pickles and
-    refuses to load these."""
+    """Returns the ``state_dict`` of a model. Extra states of modules with weights quantised by
+    Transformer Engine are replaced by plain tensors, because Transformer Engine saves these states
+    as pickles and refuses to load the pickles."""
     state = dict(model.state_dict(keep_vars=True))
     for name, module in model.named_modules():
         key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
@@ -222,7 +222,7 @@ def match_model(
                 problems.append(f"missing {MODEL}.{key}: expected an object; found nothing")
         elif isinstance(value, Tensor):
             tensors.setdefault(id(value), (value, []))[1].append(f"{MODEL}.{key}")
-        else:  # a user's hook added it; no module would receive it
+        else:  # a state_dict hook of the user added this value, and no module loads it
             known.update(saved.below(MODEL, key))
     for number, (tensor, keys) in tensors.items():
         known.update(keys)

@@ -1,10 +1,10 @@
 """Reads and verifies checkpoints without an engine, in one process without a process group.
 
 A path is the folder of a checkpoint of the engine or of ``torch.distributed.checkpoint``, or the
-directory of a ``Checkpointer``, of which the latest checkpoint is used. No function prints or
+directory of a ``Checkpointer``, whose latest checkpoint is used by default. No function prints or
 changes anything.
 
-Metadata and objects are pickles. They are read without running code.
+Metadata and objects are pickles. Unless ``trust`` is set, they are read without running code.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ class StoredCheckpoint:
         return self._reader.read_object(key)
 
     def read_value(self, key: str) -> Any:
-        """Read an entry: an object, which is unpacked if it is packed, or a tensor on the CPU.
+        """Read an entry: a tensor, on the CPU, or an object. Objects that were serialized by
+        :func:`.pack` are deserialized.
 
         Raises:
             FileNotFoundError: The file of the entry is missing.
@@ -193,7 +194,8 @@ class Verdict:
     Attributes:
         folder: The folder of the checkpoint.
         step: The step; None if the checkpoint does not contain it.
-        has_checksums: Whether every byte was verified. False: only bytes within entries were.
+        has_checksums: Whether there is a manifest, by which every byte was verified. False: only
+            the bytes within entries were verified.
         num_files, num_bytes: The number and the total bytes of existing files.
         damages: A line for each file that is missing or damaged, with the damaged entries.
         strays: Names of other files in the folder.
@@ -213,7 +215,8 @@ def verify(
     progress: Callable[[int], None] = lambda num_bytes: None,
     trust: bool = False,
 ) -> Verdict:
-    """Read every byte of a checkpoint, and verify all checksums that it has.
+    """Verify the checksums of all files in the manifest of a checkpoint. Without a manifest, verify
+    the checksums that are stored with the entries.
 
     Args:
         folder: The folder of a checkpoint; see :func:`find_folders`.

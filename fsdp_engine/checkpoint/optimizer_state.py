@@ -12,8 +12,9 @@ additional entry for the optimizer's class:
 An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
 a tensor of the saved weight's shape is loaded as a slice with the parameter's placement (or as a
 plain tensor if the parameter is one), and every other tensor is replicated. For a 0-d parameter the
-shape of a state does not determine whether the state is sharded like the parameter. The state of
-the same name of another parameter determines this.
+shape of a state does not determine whether the state is sharded like the parameter. Then another
+parameter that has dims and a state of the same name determines this: the state is sharded if that
+state has that parameter's shape. Without such a parameter, all states but ``step`` are sharded.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
     all other entries.
 
     Raises:
-        ValueError: A state contains a container, or belongs to no parameter.
+        ValueError: A state contains a container or a tensor of a subclass, has another shape than
+            the expert's parameter, or belongs to no parameter.
         TypeError, ValueError: Errors of :func:`name_params`.
     """
     groups = name_params(saved_params(engine), optimizer)
@@ -244,7 +246,8 @@ class OptimizerMatch:
                         loaded[name] = value.to(loaded[name].device)
 
     def _put_full_state(self, member: SavedParam, state: Any) -> bool:
-        """Restore the saved dtypes of a parameter's full state. Returns False if it is sharded."""
+        """Set the full state of a parameter to the state that was read. Returns False if the state
+        is sharded."""
         for hook in self._hooks:
             if hook.keeps_full_state(member.held):
                 if state:
@@ -254,7 +257,7 @@ class OptimizerMatch:
 
     def _as_held(self, member: SavedParam, key: str, value: Any) -> Any:
         if key in self._full:
-            return self._full[key]  # this tensor is over the memory that was read into
+            return self._full[key]  # the target that was read is a view of this tensor
         return member.as_held(value) if isinstance(value, Tensor) else value
 
     def _check_kind(self, kind: str | None, saved_groups: Sequence[Mapping[str, Any]]) -> None:
@@ -285,8 +288,8 @@ class OptimizerMatch:
             )
 
     def _check_group_state(self, saved_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Check the state in groups that is not a hyperparameter, which is that of a loss
-        scaler."""
+        """Check that the checkpoint has the entries that only the state dict adds to param groups,
+        such as the state of a loss scaler."""
         own = set().union(*(_hyperparameters(g) for g in self._optimizer.param_groups))
         packed = set().union(*map(_hyperparameters, self._optimizer.state_dict()[GROUPS]))
         saved = set().union(*map(_hyperparameters, saved_groups))
@@ -296,8 +299,8 @@ class OptimizerMatch:
             )
 
     def _of_empty_group(self, number: int, empty: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the saved hyperparameters of a group without parameters. The n-th of such groups
-        gets those of the n-th saved group without parameters."""
+        """Returns the saved hyperparameters of a group without parameters. The n-th group without
+        parameters gets those of the n-th saved group without parameters."""
         place = sum(not members for members in self._members[:number])
         return _hyperparameters(empty[place]) if place < len(empty) else {}
 
@@ -447,10 +450,10 @@ class OptimizerMatch:
 def state_names(
     kind: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], num_dims: int
 ) -> set[str]:
-    """Returns the names of the states that a parameter has after a step. A step on one element
-    determines them.
+    """Returns the names of the states that a parameter has after a step, by a step on one element.
 
-    The result is empty for optimizers whose step is not torch's own.
+    The result is empty if the optimizer's step is not torch's own, or if the step fails, for
+    example because it needs a closure.
     """
     if not _is_torchs(kind):
         return set()

@@ -5,8 +5,8 @@ Libraries use different tensors in files than in memory: transformers 5 fuses th
 into one tensor, concatenates q, k and v, transposes, interleaves. All of these operations are
 reindexing: each element in memory is one element of a file. Therefore a tensor is represented by a
 set of *boxes*. Each is a box of a stored tensor, at some offset in the assembled tensor, with
-permuted dims. Concatenating, splitting, transposing and reshaping tensors are small computations
-with the integers of their boxes. Code that was written for tensors (``torch.stack``, ``torch.cat``,
+permuted dims. To concatenate, split, transpose or reshape tensors, only the offsets, lengths and
+dims of their boxes are computed. Code that was written for tensors (``torch.stack``, ``torch.cat``,
 ``x.reshape(...)``) can be called with :class:`Pieces`. The boxes of the result determine at which
 bytes of the files its elements are, and each rank reads the bytes of its slices.
 

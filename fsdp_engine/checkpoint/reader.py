@@ -1,4 +1,4 @@
-"""Reads the ranges of a checkpoint that a rank holds, through a small buffer.
+"""Reads a rank's ranges of the tensors in a checkpoint, through a small buffer.
 
 The reader does not use ``torch.load`` for large chunks, because that would load the full chunk.
 
@@ -78,7 +78,8 @@ class Reader(dcp.FileSystemReader):
         for relative_path, items in per_file.items():
             with self.fs.create_stream(self.fs.concat_path(self.path, relative_path), "rb") as file:
                 source = self._checked(file, relative_path)
-                chunk: tuple[int, StoredChunk] | None = None  # previous one: items may share it
+                # The previous chunk and its offset, because consecutive items may be in one chunk.
+                chunk: tuple[int, StoredChunk] | None = None
                 for item in sorted(items, key=self._offset):
                     try:
                         chunk = self._read_item(source, item, planner, chunk)
@@ -177,7 +178,7 @@ class FileView(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any) -> int:
-        """Fill ``buffer`` up to the end of the range. Returns the number of bytes."""
+        """Read into ``buffer``, up to the end of the range. Returns the number of bytes."""
         view = memoryview(buffer).cast("B")
         self._file.seek(self._start + self._place)
         count: int = self._file.readinto(view[: max(self._num_bytes - self._place, 0)])  # type: ignore[attr-defined]
@@ -219,7 +220,8 @@ class StoredChunk:
 
     @classmethod
     def find(cls, file: BinaryIO, offset: int, num_bytes: int) -> StoredChunk:
-        """Locate the chunk in the ``num_bytes`` of a file from ``offset``."""
+        """Locate the elements of the chunk that is stored in ``num_bytes`` bytes of a file, from
+        ``offset`` on. Small chunks are read."""
         view = FileView(file, offset, num_bytes)
         if num_bytes <= _SMALL_BYTES:
             return cls._read(io.BytesIO(view.read(-1)))
@@ -355,7 +357,7 @@ def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:
 
 def data_offset(whole: BinaryIO, num_bytes: int) -> int | None:
     """Returns the offset of the only storage in an archive of ``torch.save``. None: there are
-    several storages, or the storage is compressed."""
+    several storages, or the storage is compressed or has less than ``num_bytes`` bytes."""
     with zipfile.ZipFile(whole) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
@@ -439,8 +441,8 @@ def find_damaged_archives(
 ) -> list[str]:
     """Returns a line for each file with entries that differ from the checksums stored with them.
 
-    Use it for checkpoints without a manifest. It does not detect damaged bytes between entries, or
-    entries that were completely replaced.
+    Use this function for checkpoints without a manifest. It does not detect damaged bytes between
+    entries, or entries that were completely replaced.
 
     Args:
         folder: The folder of a checkpoint in DCP format.

@@ -217,7 +217,7 @@ def _reads(target: Target) -> Iterator[_Read]:
             yield _read(box, local, local.stride(), int(local.storage_offset()))
         return
     if len(pieces.boxes) == 1:
-        pieces = pieces.reshape(-1)  # one stored tensor: a range of bytes
+        pieces = pieces.reshape(-1)  # a range of one stored tensor can be read at once
     begin = int(local.storage_offset()) - first
     for box, steps in flat_parts(pieces, first, first + local.numel()):
         yield _read(box, local, steps, begin)

@@ -90,7 +90,7 @@ class Run:
         self._ties: dict[str, str] = {}
 
     def await_ranks(self) -> None:
-        """Wait until no other rank needs this one; see ``Engine.await_ranks``."""
+        """Take part in the gathers of other ranks; see ``Engine.await_ranks``."""
         self._engine.await_ranks()
 
     @property
@@ -100,7 +100,7 @@ class Run:
 
     @property
     def place(self) -> Place:
-        """The place of the model among others of the job; see :func:`.place_of`."""
+        """The place of the model among the models of the job; see :func:`.place_of`."""
         return place_of(self._engine.ranks, self._engine.model_part)
 
     def entries(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Run:
     ) -> RunReport:
         """Load a checkpoint. Collective.
 
-        Warnings have the location of the code that calls the caller of this method.
+        Warnings name the line that has called the caller of this method.
 
         Args:
             files: The files of the checkpoint.
@@ -234,7 +234,8 @@ class Run:
 
         def before_load(match: FolderMatch) -> None:
             if not match.has_sharded_objects:
-                self._load_extra(found)  # an object that refuses its state leaves the weights
+                # Weights are loaded afterwards, so they are unchanged if an object raises an error.
+                self._load_extra(found)
 
         match = load_matching(
             what,
@@ -282,7 +283,7 @@ class Run:
         for name in self._extra:
             if name in found:
                 continue
-            # This is a warning and no error, because weights are already replaced here.
+            # This is a warning, not an error, because weights are already replaced.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
             warn(f"{problems[-1]}; it keeps the state from before the load")
         return RunReport(manifest.step, problems, found, of_rank_0)

@@ -1,4 +1,5 @@
-"""Saves and restores the other state of a run: random states, schedulers, data position.
+"""Saves and restores the state of a run besides model and optimizer: random states, schedulers,
+data position.
 
 Each rank saves its own state. If another number of ranks loads it, each rank loads the extra state
 of rank 0 and keeps its current random state, because no saved random state corresponds to the rank.
@@ -78,10 +79,11 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 class RandomUse:
     """Records whether a run has drawn from the global generators.
 
-    A run that seeds generators of its own does not depend on their states.
+    A run that draws only from generators that it seeds itself does not depend on the states of the
+    global generators.
 
     Args:
-        device: The device whose generator is observed, too.
+        device: The device. Its generator is observed in addition to those of the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,8 +92,8 @@ class RandomUse:
         self._before = self._digests(random_state(device))
 
     def is_used(self, state: Mapping[str, Any]) -> bool:
-        """Returns whether a generator has changed since the start of the run, which may be an
-        earlier job.
+        """Returns whether the run has drawn from a global generator, in this job or before the
+        checkpoint that this job has loaded.
 
         Args:
             state: The current random state.
@@ -101,10 +103,10 @@ class RandomUse:
         return self._was_used or any(self._before[name] != now[name] for name in common)
 
     def restart(self, *, was_used: bool) -> None:
-        """Begin at the current states, for example after a load.
+        """Compare later states with the current states. Loads call this method.
 
         Args:
-            was_used: Whether the run had drawn before.
+            was_used: Whether the run has already drawn.
         """
         self._was_used = was_used
         self._before = self._digests(random_state(self._device))
@@ -114,13 +116,13 @@ class RandomUse:
 
 
 def digests(value: Any) -> dict[str, str]:
-    """Returns a digest of each plain value in containers, by its path, by which ranks are
-    compared."""
+    """Returns a digest of each value within nested containers, by the path of the value. A load
+    compares the digests of the saved ranks."""
     return {path: _digest(each) for path, each in _plain_values(value)}
 
 
 def _plain_values(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the path and the value of each item of nested containers."""
+    """Yield the path and the value of each item of nested containers."""
     if isinstance(value, Mapping):
         items = [(str(key), each) for key, each in value.items()]
     elif isinstance(value, list | tuple):

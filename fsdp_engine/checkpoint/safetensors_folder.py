@@ -437,9 +437,9 @@ class ExportFolder:
                 made.write(json.dumps(content, indent=2, sort_keys=True) + "\n")
                 made.flush()
                 os.fsync(made.fileno())
-        # The folder must never contain a model that mixes older and newer files. So if names
-        # already exist, the older model is removed first. (A rename replaces a single file
-        # atomically.)
+        # The folder must never contain a model that mixes older and newer files. So if files with
+        # the new names exist, they and the index are removed first. (A rename replaces a single
+        # file atomically.)
         taken = [self._directory / name for name in sorted(new - {self._single})]
         if any(path.exists() for path in taken):
             for path in (self._directory / self._index, *taken):

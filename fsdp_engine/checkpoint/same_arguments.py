@@ -23,7 +23,7 @@ def agree_on_same(
 
     Args:
         what, error, group, value, call: The arguments of :func:`agree`.
-        same: The arguments by name, which can be pickled. All ranks pass the same names.
+        same: The arguments by name. They can be pickled, and all ranks pass the same names.
 
     Returns:
         The ``value`` of every rank.

@@ -99,7 +99,7 @@ class ShardedModel(Protocol):
         ...
 
     def await_ranks(self) -> None:
-        """Wait until no other rank needs this one, as within ``together()``."""
+        """Take part in the gathers of other ranks until no rank needs one."""
         ...
 
 
@@ -111,11 +111,11 @@ class SavedParam:
     Attributes:
         name: The first of the parameter's names in checkpoints.
         aliases: All of its names in checkpoints.
-        of_others: The names of the parameters that all ranks hold at its position, including its
-            own.
+        of_others: For an expert: the names of the parameters that all ranks hold at its position,
+            including its own. Otherwise equal to ``aliases``.
         held: The parameter as the user's modules hold it.
         saved: A tensor over the same memory, with the placement in the checkpoint.
-        is_frozen: Whether it was frozen at ``shard()``.
+        is_frozen: Whether the parameter was frozen at ``shard()``.
     """
 
     name: str
@@ -127,8 +127,8 @@ class SavedParam:
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the checkpoint contains it under another name or shape, as a part of all
-        experts."""
+        """Whether the parameter belongs to an expert, so that the checkpoint contains it under
+        another name, or as a part of a tensor of all experts."""
         return self.saved is not self.held or self.of_others != self.aliases
 
     def as_saved(self, state: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class SavedParam:
         return self.held.flat_placement if isinstance(self.held, FlatDTensor) else None
 
     def _of_owner(self, state: FlatDTensor) -> FlatDTensor:
-        """Convert state of which the parameter's owner holds all elements to the placement of
+        """Convert state whose elements are all on the parameter's owner to the placement of
         ``saved``."""
         assert isinstance(self.saved, FlatDTensor)
         saved, placement = self.saved.flat_placement, state.flat_placement
@@ -273,7 +273,8 @@ class _JointMissingValues:
 
     @contextmanager
     def replacing(self, keys: Iterable[Hashable]) -> Iterator[None]:
-        """Context in which entries are replaced. An exception marks them in every engine."""
+        """Context in which entries are replaced. An exception marks them as missing in every
+        engine."""
         keys = list(keys)
         with ExitStack() as stack:
             for name, engine in self._engines.items():
@@ -335,7 +336,7 @@ class _JointModel:
             engine.check_modules()
 
     def await_ranks(self) -> None:
-        """Wait until no other rank needs this one."""
+        """Take part in the gathers of other ranks until no rank needs one."""
         for engine in self._engines.values():
             engine.await_ranks()
 

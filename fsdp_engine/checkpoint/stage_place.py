@@ -1,4 +1,4 @@
-"""Finds the place of a model among others of one job, such as a stage of a pipeline.
+"""Finds the place of a model among the models of one job, such as its stage in a pipeline.
 
 Stages may have parameters of the same names and shapes, so a stage could load the checkpoint of
 another stage. The place of a model is its stage, which ``PipelineStage`` gives to the engine, and
@@ -56,8 +56,8 @@ def place_of(ranks: Ranks, stage: str = "") -> Place:
 
 
 def differences(saved: Mapping[str, str], own: Mapping[str, str]) -> str:
-    """Describe how the places of a checkpoint and of a model differ. Returns "" if they are
-    equal."""
+    """Describe how the places of a checkpoint and of a model differ. Returns "" if the keys that
+    both places have are equal."""
     keys = [key for key in saved if key in own and saved[key] != own[key]]
     if not keys:
         return ""

@@ -29,7 +29,8 @@ from fsdp_engine.checkpoint.direct_file import DirectFile
 from fsdp_engine.checkpoint.manifest import FileRow
 from fsdp_engine.memory import allocator
 
-# File names: the prefix, eight digits that identify the save, an underscore, and the rank.
+# File names are the prefix, eight hexadecimal digits that identify the save, the rank, DCP's number
+# of the file, and the suffix: ``__shards_1c291ca3_0_0.distcp``.
 PREFIX, SUFFIX = "__shards_", ".distcp"
 
 
@@ -112,7 +113,8 @@ class Writer(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Choose file names for all ranks that are unique to this save. The coordinator calls it.
+        """Choose file names for all ranks that are unique to this save. Only the coordinator calls
+        this method.
 
         Files with DCP's names would overwrite those of an older checkpoint in the folder.
         """
@@ -133,8 +135,8 @@ class Writer(dcp.FileSystemWriter):
         results = super().write_data(plan, planner).wait()
         if results:
             first = results[0]
-            # The dicts are copied, because a single process does not serialize results and writes
-            # more files.
+            # The dicts are copied, because the coordinator writes the metadata later, and a single
+            # process does not serialize the results.
             results[0] = _Written(
                 first.index,
                 first.size_in_bytes,

@@ -64,7 +64,7 @@ def parts_of_box(shape: Sequence[int], box: Box, first: int, flat: Tensor) -> It
 def _runs(shape: Sequence[int], places: Sequence[int], view: Tensor) -> Iterator[Part]:
     """Split ``view``, a box at offset ``places`` of a tensor of this ``shape``, into parts that are
     contiguous in that tensor."""
-    full = len(shape)  # the box spans the dims from this one on
+    full = len(shape)  # the box spans all dims from this one on
     while full > 0 and view.shape[full - 1] == shape[full - 1]:
         full -= 1
     outer = max(full - 1, 0)  # a range of the preceding dim is also contiguous

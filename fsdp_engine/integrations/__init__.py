@@ -1,1 +1,1 @@
-"""Trainers of other libraries with this engine. Each library is an extra of the package."""
+"""Integrates the engine into trainers of other libraries, which are extras of the package."""

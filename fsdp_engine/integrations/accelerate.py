@@ -1,7 +1,7 @@
 """accelerate's ``Accelerator`` over this engine.
 
-The accelerator shards models instead of wrapping them in DDP. It is tested with accelerate 1.15, of
-which it uses private attributes: the lists of prepared objects.
+The accelerator shards models instead of wrapping them in DDP. It uses private attributes of
+accelerate (the lists of prepared objects), and is tested with accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 class _SyncsRanks:
-    """An object that is true if all ranks must run the same number of forwards in ``generate``.
+    """An object whose truth value is whether all ranks must run equally many forwards in
+    ``generate``.
 
     Args:
         engine: The engine of the model.
@@ -74,8 +75,8 @@ class _SyncsRanks:
 
 
 def generate_together(engine: Engine) -> None:
-    """Make ``generate`` of the engine's model run within ``engine.together()``, unless ranks may
-    already differ.
+    """Make ``generate`` of the engine's model run within ``engine.together()``. Calls within
+    ``together()`` are not changed.
 
     Raises:
         ValueError: The model has no ``generate``.
@@ -392,7 +393,7 @@ class FSDPEngineAccelerator(Accelerator):
         has_policy |= is_plan(arguments.get("strategy"))
         if self.mixed_precision == "bf16" and not has_policy:
             arguments["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        if not is_meta:  # as in DDP
+        if not is_meta:  # as in DDP, all ranks start from the values of the first rank
             arguments.setdefault("initial_values", "rank0")
         elif self.pretrained is not None:
             arguments.setdefault("initial_values", "empty")
@@ -514,7 +515,8 @@ def refuse_no_sync() -> NoReturn:
 
 
 def plain_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Returns the optimizer of torch that accelerate's optimizer wraps; any other one unchanged."""
+    """Returns the optimizer of torch that accelerate's optimizer wraps. Any other optimizer is
+    returned unchanged."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer

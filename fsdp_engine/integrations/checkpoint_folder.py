@@ -144,8 +144,10 @@ def save_folder(
         path: The path of the folder, which is the same on all ranks.
         engines: An engine, or a dict of several engines.
         optimizers: The optimizers over the engines' parameters. No two have the same parameter.
-        extra: The trainer's state. The state of rank 0 is saved, with the slices of all ranks.
-        keeps: Predicate, on name and value, of the models' entries to save. None: all.
+        extra: The trainer's state. The state of rank 0 is saved. Each rank saves its slices of
+            sharded tensors in it.
+        keeps: Function that is called with the name and the value of an entry of the models, and
+            returns whether to save it. None: all entries are saved.
 
     Raises:
         Exception: An error of ``fsdp_engine.save_checkpoint``. All ranks raise.

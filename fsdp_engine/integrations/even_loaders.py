@@ -72,15 +72,17 @@ class TrainingBatches:
 
         Args:
             batch: A batch of this step.
-            counts: Where the number by which losses are divided is counted: "all": in the step on
-                all ranks; "rank": in the step on this rank; "batch": in the batch.
+            counts: The batches whose samples or labels are counted for the number by which the loss
+                is divided. "all": those of the step on all ranks; "rank": those of the step on this
+                rank; "batch": this batch.
         """
         if self.is_repeated(batch):
             return 0.0
         size = self._engine.ranks.size
         if counts == "all" or not self._taken:
             return 1.0
-        if counts == "rank":  # the maximum: number of ranks with a batch
+        if counts == "rank":
+            # The maximum is the number of ranks that have a batch in this optimizer step.
             return size / max(step.num_ranks for step in self._taken)
         return size * len(self._taken) / sum(step.num_ranks for step in self._taken)
 

@@ -16,9 +16,10 @@ steps. The hooks of modules then fire when modules are called, as in a custom lo
 
 [Note: Uneven loaders]
 If ranks' loaders have different or unknown lengths, all ranks take as many steps as the rank with
-most batches. A rank without further batches trains a batch again, with weight 0, so that the loss
-of a step is the mean over the batches that exist. In evaluation such a rank does not run the user's
-step, whose metrics would count a batch twice, but takes part in the gathers of the other ranks.
+the most batches. A rank without further batches trains a batch again, with weight 0, so that the
+loss of a step is the mean over the batches that exist. In evaluation such a rank does not run the
+user's step, because the user's metrics would then count a batch twice. It takes part in the gathers
+of the other ranks.
 """
 
 from __future__ import annotations
@@ -195,8 +196,8 @@ class FSDPEngineStrategy(DDPStrategy):
         """Shard the model, and configure optimizers over the sharded parameters. Collective.
 
         Raises:
-            TypeError: ``torch.compile`` compiled the complete module, or a callback averages the
-                weights of a copy of it.
+            TypeError: ``torch.compile`` compiled the complete module, or a callback averages
+                weights in a copy of it.
             Exception: An error of ``fsdp_engine.shard``. All ranks raise.
         """
         assert self.accelerator is not None
@@ -341,7 +342,7 @@ class FSDPEngineStrategy(DDPStrategy):
         """Scale a loss so that its gradients are those of the mean over the batches that exist."""
         assert self.lightning_module is not None
         if self._num_mean_losses() > 0:
-            return loss  # the user's mean is weighted already
+            return loss  # engine.mean_loss, which the user has called, has already weighted it
         weight = float(not step.is_repeated)
         if not self.lightning_module.automatic_optimization:
             return loss * (weight * self.engine.ranks.size / step.num_ranks)
@@ -528,7 +529,8 @@ class FSDPEngineStrategy(DDPStrategy):
 
 
 class _ClipsByEngine:
-    """Mixin for Lightning's precision plugins that clips by the norm over all ranks in one pass."""
+    """Mixin for Lightning's precision plugins that lets the engine clip gradients, by the norm over
+    all ranks."""
 
     engine: Engine | None = None
 

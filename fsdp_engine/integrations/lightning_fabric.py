@@ -200,8 +200,8 @@ class FSDPEngineFabricStrategy(DDPStrategy):
             path: The path of the folder. The path of rank 0 is used.
             state: Modules and optimizers that were set up, and other values by name.
             storage_options: Must be None.
-            filter: Predicates of the entries to save, by the names of modules and dicts in
-                ``state``.
+            filter: Functions by the names of modules and dicts in ``state``. Each is called with
+                the name and the value of an entry, and returns whether to save it.
 
         Raises:
             TypeError: ``storage_options`` is not None.
@@ -356,7 +356,8 @@ class _Parts:
         return self.engines if len(self.engines) > 1 else next(iter(self.engines.values()))
 
     def keeps(self, filters: Mapping[str, Callable[[str, Any], bool]]) -> Keeps | None:
-        """Returns the predicate of the modules' entries to save; None if all are saved."""
+        """Returns a function that returns whether to save an entry of the modules, from its name
+        and value; None if all entries are saved."""
         if not filters.keys() & self.engines.keys():
             return None
         if len(self.engines) == 1:

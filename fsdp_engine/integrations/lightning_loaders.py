@@ -94,8 +94,8 @@ class StatefulEvenLoader(EvenLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of all ranks' loaders after the batches that were yielded last. (The
-        loaders themselves are one batch ahead.) Contains all ranks' states, because Lightning saves
-        only the first rank's result. Collective."""
+        loaders themselves are one batch ahead.) The result contains the states of all ranks,
+        because Lightning saves only the first rank's result. Collective."""
         state = self._loader.state_dict() if self._state is None else self._state
         group = self._engine.ranks.control_group
         return {_BY_RANK: agree("state_dict() of a loader", None, group, state)}

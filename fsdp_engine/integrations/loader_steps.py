@@ -1,4 +1,5 @@
-"""The interface of steps that all ranks take with loaders of different lengths, for trainers."""
+"""The interface of the steps of ``engine.even_steps``, for trainers of other libraries. All ranks
+take the same number of steps, even if their loaders have different lengths."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ class LoaderStep(Protocol):
     """A step of ``engine.even_steps``.
 
     Attributes:
-        batch: The batch of this rank's loader, or of another rank's loader if this rank has no
-            batch.
+        batch: The next batch of this rank's loader. If it has ended: the last batch again, or the
+            first batch of another rank if this rank's loader had no batch.
         is_repeated: Whether this rank has no batches left, but other ranks have.
         num_ranks: The number of ranks that have a batch in this step.
     """

@@ -172,8 +172,8 @@ class ManagedReplica:
         return is_committed
 
     def _report_failure(self) -> None:
-        """Make the connections of other replicas fail, which may wait for this rank's part of a
-        sum that has failed here."""
+        """Abort the connections to other replicas if a sum has failed on this rank, because other
+        replicas may wait for this rank's part of it."""
         if self._manager.errored() is not None:
             self._between_replicas.abort()
 
@@ -298,7 +298,7 @@ class ManagedReplica:
 
     @torch.no_grad()
     def _load_weights(self, weights: Any) -> None:
-        """Set the weights that :meth:`_weights` of a living replica has returned."""
+        """Set the weights to those that :meth:`_weights` of a living replica has returned."""
         for buffer, values in zip(self._sent_buffers, weights, strict=True):
             buffer.weights.main.tensor.copy_(values)
         self._engine.weights_changed()
@@ -316,7 +316,7 @@ class _Slice:
 
 
 def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the tensor of each module buffer that a ``state_dict`` contains."""
+    """Yield the name and the tensor of each module buffer that a ``state_dict`` contains."""
     for prefix, module in model.named_modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None and attribute not in module._non_persistent_buffers_set:

@@ -85,8 +85,8 @@ class MicrobatchSums:
 
 
 def nodes_of(numbers: Iterable[int], num_microbatches: int) -> list[tuple[int, int]]:
-    """Returns ``start`` and ``stop`` of the nodes to which the consecutive ``numbers`` are
-    summed."""
+    """Returns ``start`` and ``stop`` of the nodes of the tree that together contain the consecutive
+    microbatches ``numbers``."""
     sums = MicrobatchSums(num_microbatches)
     for number in numbers:
         sums.add(number, number + 1)

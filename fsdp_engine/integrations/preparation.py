@@ -57,10 +57,10 @@ def _check_names(
     """Check names of arguments of ``fsdp_engine.shard``, including deprecated ones.
 
     Args:
-        of: The name of the trainer's argument that contains them, for the error.
+        names: The names to check.
+        of: The name of the trainer's argument that contains ``names``, for the error.
         kind: The class of the error.
-        replaced: The trainer's names of arguments that have another name in ``shard``, by that
-            name.
+        replaced: Maps names of arguments of ``shard`` to the names that the trainer has for them.
 
     Raises:
         Exception: A name is not an argument.
@@ -133,7 +133,8 @@ def held_by_name(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) 
 
 
 def compile_units(engine: Engine, options: dict[str, Any]) -> None:
-    """Compile each module of the units, with ``options`` of ``torch.compile``."""
+    """Compile each module of all units except the root unit, with ``options`` of
+    ``torch.compile``."""
     options = {**options, "fullgraph": False}  # the engine's hooks break graphs
     for unit in engine.units[1:]:
         for module in unit.modules:

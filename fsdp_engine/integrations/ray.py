@@ -1,9 +1,9 @@
 """``RayCheckpoints``: checkpoints for ``ray.train.report`` and ``get_checkpoint`` of Ray Train.
 
-Each worker writes its slices into a local folder and reports it. Ray uploads the files of all
-workers into one folder of its storage (a shared file system, S3, ...), and registers the checkpoint
-when all workers have reported. Nothing is gathered. If a worker is killed during a save, the
-previous checkpoint remains the latest.
+Each worker writes its slices into a local folder and reports the folder. Ray uploads the files of
+all workers into one folder of its storage (a shared file system, S3, ...), and registers the
+checkpoint when all workers have reported. Nothing is gathered. If a worker is killed during a save,
+the previous checkpoint remains the latest.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ with naming_extra():
 class RayCheckpoints:
     """Saves a run into the storage of Ray Train, and restores it.
 
-    Use it in the function that ``TorchTrainer`` runs on each worker. All methods are collective:
-    every worker calls them, in the same order. A folder in the storage has the format of
-    ``fsdp_engine.Checkpointer``. Ray removes old checkpoints
+    Use this class in the function that ``TorchTrainer`` runs on each worker. All methods are
+    collective: every worker calls them, in the same order. A folder in the storage has the format
+    of ``fsdp_engine.Checkpointer``. Ray removes old checkpoints
     (``ray.train.CheckpointConfig(num_to_keep=...)``).
 
     Args:
@@ -65,9 +65,9 @@ class RayCheckpoints:
             step: The number of the training step, at least 0, which must be equal on all ranks.
 
         Raises:
-            ValueError, TypeError, RuntimeError: ``step`` is not such a number or differs between
-                ranks, a forward or backward is running, the optimizer does not belong to the
-                engine, or writing failed on some rank.
+            ValueError, TypeError, RuntimeError: ``step`` is not an int of at least 0 or differs
+                between ranks, a forward or backward is running, the optimizer does not belong to
+                the engine, or writing failed on some rank.
 
         All ranks raise each error, and Ray's latest checkpoint remains.
         """
@@ -99,7 +99,7 @@ class RayCheckpoints:
     ) -> LoadReport | None:
         """Load the latest checkpoint of Ray, on any number of workers.
 
-        If the storage is not a file system, Ray downloads it once to each machine.
+        If the storage is not a file system, Ray downloads the checkpoint once to each machine.
 
         Args:
             strict, verify, trust: The arguments of ``Checkpointer.load``.

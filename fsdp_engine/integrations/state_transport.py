@@ -100,8 +100,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
     def withdraw(self) -> None:
         """Withdraw the offer of the current step. Returns immediately.
 
-        Receivers that wait for the offered step or an earlier one are refused, or all receivers if
-        there is no offer. Receivers that wait for a later step continue to wait.
+        Receivers that wait for the offered step or an earlier one are refused. Receivers that wait
+        for a later step continue to wait. If there is no offer, all receivers are refused.
         """
         with self._changed:
             ended = self._offer[0] if self._offer is not None else math.inf
@@ -126,7 +126,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
 
         Raises:
             ConnectionError, TimeoutError: The other rank has ended, or does not send.
-            RuntimeError: The other rank does not offer that step.
+            RuntimeError: The other rank does not offer that step within its timeout.
         """
         host, _, port = metadata.rpartition(":")
         seconds = min(timeout.total_seconds(), self._timeout)

@@ -143,7 +143,8 @@ class ElasticReplicas(ManagedReplica):
         if is_committed := self._vote():
             self._optimizer.step()
         self._optimizer.zero_grad()
-        self._engine.zero_grad_buffer(zero=False)  # also if the next step has no backward
+        # The next step may have no backward on this replica, so gradients are cleared here.
+        self._engine.zero_grad_buffer(zero=False)
         return is_committed
 
     def close(self) -> None:

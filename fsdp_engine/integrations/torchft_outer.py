@@ -1,17 +1,18 @@
-"""``ElasticOuterReplicas``: replicas that may be lost, and exchange weights every so many steps.
+"""``ElasticOuterReplicas``: replicas that may be lost, and exchange weights after each period.
 
-Each replica trains alone for ``every`` inner steps, a *period*; an outer optimizer then averages
-how far the replicas have moved (DiLoCo: see the extension ``outer_optimizer``). A step of torchft's
-manager is one period.
+A *period* is ``every`` inner steps, in which each replica trains alone. At its end the replicas
+average the changes of their weights, and an outer optimizer steps with the mean (DiLoCo: see the
+extension ``outer_optimizer``). A step of torchft's manager is one period.
 
 [Note: An exchange that fails]
-If a replica is lost, the sum over replicas fails in some of the others or in all. Those in which it
-has failed form a new quorum and sum again, with what they have trained: only the lost replica's
-period is lost. If the sum has succeeded in another replica, that one has stepped its outer weights
-already; then the quorum sends its state, and this replica begins the next period with it. A replica
-that starts may join the quorum of a repeated exchange. It has trained nothing, and takes part at
-once, so that the others do not wait for a period. So each replica also sends whether it has
-trained, and the mean is over those that have.
+If a replica is lost, the sum over replicas fails in some or all of the other replicas. The replicas
+in which the sum has failed form a new quorum, and sum the same changes of their weights again. So
+only the period of the lost replica is lost. If the sum has succeeded in another replica, that
+replica has already stepped its outer weights. It sends its state to the replicas in which the sum
+has failed, and they begin the next period with it. A replica that starts may join the quorum of a
+repeated exchange. It has trained nothing, but takes part immediately, so that the other replicas do
+not wait for a period. Therefore each replica also sends whether it has trained, and the mean is
+over the replicas that have.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ class ElasticOuterReplicas(ManagedReplica):
         every: The number of inner steps of a period.
         outer_optimizer: Makes the outer optimizer; see ``fe.OuterOptimizer``.
         on_host: Store outer weights in memory of the host; see ``fe.OuterOptimizer``.
-        min_replicas, extra, lighthouse, name: See :class:`.ElasticReplicas`. The lighthouse awaits
-            replicas that are late for as long as its ``join_timeout_ms``: set it to more than their
-            periods differ. A replica that comes later loses its period.
+        min_replicas, extra, lighthouse, name: See :class:`.ElasticReplicas`. The lighthouse waits
+            for late replicas for its ``join_timeout_ms``: set this above the largest difference
+            between the replicas' times for a period. A replica that is later loses its period.
         timeout: Seconds after which a collective with a lost replica fails, unless the loss is
             detected immediately.
         period_timeout: Seconds that a replica waits for the others at the end of a period.
 
     Raises:
         ValueError: ``every`` or ``min_replicas`` is below 1, or there is no lighthouse.
+        RuntimeError: Parameters have no values.
         RuntimeError, TimeoutError: The lighthouse does not answer. All ranks of the replica raise.
-            Or parameters have no values.
     """
 
     def __init__(
@@ -87,7 +88,8 @@ class ElasticOuterReplicas(ManagedReplica):
         self._every = every
         # Whether the quorum of the next period is formed already.
         self._has_begun = False
-        # Whether this replica repeats an exchange, and whether it has joined one.
+        # Whether this replica repeats an exchange, and whether it started by joining an exchange
+        # that other replicas repeat.
         self._repeats = False
         self._has_joined_exchange = False
         buffers = [buffer for unit in engine.units for buffer in unit.trainable]
@@ -121,14 +123,16 @@ class ElasticOuterReplicas(ManagedReplica):
             if not self._has_begun:
                 self._begin_step()
         self._has_begun = False
-        # The state of the optimizer is sent without a copy, and the inner steps change it. All
-        # replicas await the receiver at the end of the period anyway.
+        # The inner steps change the state of the optimizer, which is sent without a copy, so they
+        # begin after the transfer. All replicas wait for the receiver at the end of the period
+        # anyway.
         self._transport.await_receivers()
         yield from range(self.step * self._every, (self.step + 1) * self._every)
 
     def exchange(self) -> None:
-        """End a period: average how far the replicas have moved, step the outer optimizer, and set
-        the model's weights to the outer weights. Repeated until it succeeds.
+        """End a period: average the changes of the replicas' weights, step the outer optimizer, and
+        set the model's weights to the outer weights. If a replica is lost, the exchange is repeated
+        until it succeeds.
 
         Raises:
             RuntimeError: A forward or backward is running.
@@ -140,7 +144,12 @@ class ElasticOuterReplicas(ManagedReplica):
         self._exchange(self._outer.movement(), has_trained=True)
 
     def _exchange(self, movement: Tensor, *, has_trained: bool) -> None:
-        """See [Note: An exchange that fails]."""
+        """Exchange weight changes until this succeeds. See [Note: An exchange that fails].
+
+        Args:
+            movement: Outer weights minus main weights; zeros if this replica has not trained.
+            has_trained: Whether the mean includes this replica.
+        """
         self._repeats = False
         while True:
             total = movement.clone()
@@ -163,7 +172,7 @@ class ElasticOuterReplicas(ManagedReplica):
         return self._outer.weights()
 
     def _weights(self) -> Any:
-        """See the base class. Outer weights are sent in place of those that are trained."""
+        """See the base class. Outer weights are sent instead of the trained main weights."""
         outer = self._outer.flat_state()
         return {"outer": outer, "frozen": super()._weights(), "exchanges": self._repeats}
 

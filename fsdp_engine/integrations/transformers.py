@@ -188,7 +188,7 @@ class FSDPEngineMixin(_Trainer):
         return optimizer
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Returns the numbers of steps and epochs of the rank with most batches. Collective."""
+        """Returns the numbers of steps and epochs of the rank with the most batches. Collective."""
         error: Exception | None = None
         values: Any = None
         try:
@@ -245,8 +245,7 @@ class FSDPEngineMixin(_Trainer):
         return loss if scale == 1 else loss * scale
 
     def _counts_of_losses(self, num_items: Any) -> str:
-        """Returns where the number by which losses are divided is counted; see
-        :meth:`TrainingBatches.scale`."""
+        """Returns the ``counts`` of the trainer's losses for :meth:`TrainingBatches.scale`."""
         is_divided = self.loss_is_scaled_for_ga
         if is_divided is None:
             counts_labels = self.model_accepts_loss_kwargs and num_items is not None

@@ -31,13 +31,14 @@ class _NoLayers:
 
 
 def adapter_layers(model: nn.Module) -> Any:
-    """Returns the layers of ``model`` that initialize their adapters."""
+    """Returns the layers of ``model`` with adapters, as an object that initializes the adapters."""
     names = find_module(_NAMES)
     return _NoLayers() if names is None else names.AdapterLayers(model)
 
 
 def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
-    """Returns the base model, and for each of its names the names in ``model``."""
+    """Returns the base model, and the names in ``model`` of each of its tensors, by the name in the
+    base model."""
     if (names := find_module(_NAMES)) is None:
         return model, {name: (name,) for name in model.state_dict(keep_vars=True)}
     found: tuple[nn.Module, dict[str, tuple[str, ...]]] = names.base_names(model)

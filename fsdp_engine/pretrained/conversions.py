@@ -85,8 +85,8 @@ def as_on_disk(model: nn.Module, held: Mapping[str, Pieces]) -> dict[str, Pieces
 
 
 def ignored(model: nn.Module) -> Callable[[str], bool]:
-    """Returns a predicate of the names in files that the model's class declares as ignored, such as
-    buffers that older versions saved."""
+    """Returns a function that returns whether the model's class ignores a name in the files. For
+    example, classes ignore buffers that older versions saved."""
     inner, _ = _of_transformers(base_names(model)[0])
     patterns = list(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())
     return lambda name: any(re.search(pattern, name) for pattern in patterns)

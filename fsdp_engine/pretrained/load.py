@@ -41,7 +41,7 @@ class Initialization:
     Attributes:
         modules: Modules with tensors that have no values and are not in the folder; children first.
             All of their tensors are initialized, and the tensors in the folder are read afterwards.
-        names: The names of the tensors without values.
+        names: The names of the tensors that have no values and are not in the folder.
         kept: Tensors of the same modules that are not in the folder and already have values.
         adapters: The adapters of PEFT without values.
         following: Adapters whose tensors are computed from the base weights in the folder.
@@ -113,8 +113,11 @@ def initialize(model: nn.Module, own: Initialization) -> None:
 @contextmanager
 def _generators_of_first_rank(engine: Engine) -> Iterator[None]:
     """Context in which all ranks draw random numbers from the states of the first rank, so that
-    replicas draw the same values. Afterwards generators that had other states are restored; equal
-    ones stay equal. Collective."""
+    replicas draw the same values. Collective.
+
+    Afterwards a rank whose own states differed from these restores its own states. Generators of
+    the other ranks keep their new states, which are equal.
+    """
     if engine.ranks.size == 1:
         yield
         return
@@ -216,8 +219,8 @@ def load_pretrained(
             rank warns of missing and unexpected tensors.
         key_mapping: Regular expressions for names in the files, and their replacements, which are
             applied before the model's conversions.
-        adapter: The model's name of the adapter in ``folder``. None: the only adapter, or
-            "default".
+        adapter: The name that the model has for the adapter in ``folder``. None: the only adapter,
+            or "default".
         progress: Show a progress bar on the first rank's stderr. None: only if stderr is a
             terminal.
 
@@ -306,7 +309,7 @@ def _match(engine: Engine, folder: Path, key_mapping: Mapping[str, str] | None) 
 
 
 def _adapter_names(model: nn.Module, missing: Iterable[str]) -> list[str]:
-    """Returns the names in ``missing`` that are no weights of the base model."""
+    """Returns the names in ``missing`` that do not belong to the base model."""
     base_model, names_of_base = base_names(model)
     if base_model is model:
         return []
@@ -329,8 +332,8 @@ def _refuse_missing_adapters(model: nn.Module, folder: str, found: Match) -> Non
 def _mismatches(
     model: nn.Module, folder: str, report: LoadedPretrained, initialized: Collection[str]
 ) -> str:
-    """Describe the names that differ. ``initialized`` are those of tensors that this load has
-    initialized."""
+    """Describe the names that differ. ``initialized`` are the names of the tensors that this load
+    has initialized."""
     parts = []
     adapters = _adapter_names(model, report.missing)
     if adapters:

@@ -75,7 +75,8 @@ class StreamedParam:
 
     def parts(self, first: int, flat: Tensor) -> Iterator[Part]:
         """Split a flat range of the buffer's tensor into parts that are contiguous in the unsharded
-        tensor. Yields the index of each part's first element there, and the elements."""
+        tensor. Yields the elements of each part, preceded by the index of the first one in the
+        unsharded tensor."""
         if self._spread is None:
             yield self.before + first, flat
             return
@@ -312,7 +313,8 @@ def output_tensors(
     for name, pieces in as_on_disk(model, whole).items():
         same = source_of.get(id(pieces))
         names = [same] if same is not None else list(dict.fromkeys(b.stored for b in pieces.boxes))
-        sources = tuple(by_name[each] for each in names) or (sents[0],)  # an empty tensor has none
+        # A tensor without elements has no boxes, and gets an arbitrary source.
+        sources = tuple(by_name[each] for each in names) or (sents[0],)
         kept = None if same is not None else pieces
         found.append(OutputTensor(name, tuple(pieces.shape), pieces.dtype, sources, kept))
     return found

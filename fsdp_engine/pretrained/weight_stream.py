@@ -1,6 +1,6 @@
 """``weight_stream``: iterates over a model's weights, unit by unit, to send them to a receiver.
 
-There are three modes. All use the same order of units:
+There are three modes, which use the same order of units:
 
     full     each unit is gathered in the streamed dtype; yields (name, tensor)
     pieces   each rank yields its own elements, nothing is gathered; (name, offset, piece)
@@ -205,8 +205,8 @@ class Group:
 
     Attributes:
         buffers: The buffers of the units.
-        given: The tensors that the receiver gets. The smallest one is last, since its copy is
-            cheapest.
+        given: The tensors that the receiver gets. The smallest one is last, because
+            :meth:`UnitMemory.last_separate` copies the last tensor.
     """
 
     buffers: tuple[ParamAndGradBuffer, ...]
@@ -242,8 +242,8 @@ class WeightStream:
         return self._own_pieces() if self._pieces else self._full()
 
     def metadata(self) -> list[TensorMetadata]:
-        """Returns the name, dtype and shape of all tensors that the receiver gets, in the order of
-        full tensors. Communicates nothing.
+        """Returns the name, dtype and shape of all tensors that the receiver gets, in the order in
+        which full tensors are yielded. Communicates nothing.
 
         Raises:
             ValueError: The tensors cannot be streamed; see ``weight_stream``.
@@ -344,7 +344,8 @@ class WeightStream:
         return self._dtype if self._dtype is not None and main.is_floating_point else main
 
     def _full_bytes(self, buffer: ParamAndGradBuffer) -> int:
-        """Returns the bytes of an unsharded buffer; 0 if its main weights are unsharded already."""
+        """Returns the bytes of an unsharded buffer; 0 if its main weights are already unsharded and
+        have the streamed dtype."""
         main, dtype = buffer.weights.main, self._sent_dtype(buffer)
         is_there = main.depth == 0 and main.tensor.dtype == dtype
         return 0 if is_there else buffer.layout.numel * dtype.itemsize

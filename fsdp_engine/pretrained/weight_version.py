@@ -1,4 +1,4 @@
-"""``WeightVersion``: the weights that a receiver has, and the search for changes since then."""
+"""``WeightVersion``: the weights that a receiver has, by which changed elements are found."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ DEVICE_CHUNK = 1 << 24
 INDEX_BYTES = 4
 
 # If at least this fraction of groups of 8 bytes differs, all elements of the range are sent. In
-# bf16 about one in three elements differs then, and the range needs no more bytes than indices.
+# bf16 about one in three elements differs then, and sending all elements needs no more bytes than
+# sending the changed ones with their indices.
 MOST_GROUPS = 0.8
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
