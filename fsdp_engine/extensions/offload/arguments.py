@@ -1,4 +1,4 @@
-"""The extension ``fe.Offload``: its arguments, and its steps in the building of an engine."""
+"""The extension ``fe.Offload``: its arguments, their checks, and its part in building an engine."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Offload(OffloadPlaces, EngineExtension):
         overlap_forward: Run steps concurrently with the next forward, whose gathers wait for the
             step of their unit. Requires ``optimizer_state="host"`` as the only offload, and has no
             effect on a CPU. Gradients are freed after that step. After ``step()``, do not use
-            slices of parameters and gradients that were taken before it: take them again.
+            tensors that were taken from parameters and gradients before it: take them again.
 
     Raises:
         ValueError: A place is unknown, "disk" lacks a folder, or arguments contradict each other.

@@ -45,7 +45,8 @@ class ThreadTicket(PendingTicket):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has submitted the operation and any error is known to the host."""
+        """Whether nothing is left to wait for: the thread has submitted the operation without an
+        error, or the host has already waited for it."""
         return self.is_known or (self._future.done() and self._future.exception() is None)
 
     def submitted(self) -> DeviceTicket:
@@ -59,7 +60,7 @@ class ThreadTicket(PendingTicket):
         return self._future.result()
 
     def finish(self) -> DeviceTicket:
-        """Wait like :meth:`submitted`, on the host, which then knows of an error."""
+        """Wait like :meth:`submitted`, as a wait of the host, which then knows any error."""
         ACTIVITY.waits = self
         try:
             return self.submitted()
@@ -115,7 +116,8 @@ class ThreadLane(DeviceLane):
         return super().submit(label, operation, after=after)
 
     def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`. The thread waits until tickets of other threads are submitted."""
+        """See :class:`Lane`. The calling thread waits until other threads have submitted the
+        operations of their tickets."""
         super().wait(
             *(each.submitted() if isinstance(each, ThreadTicket) else each for each in tickets)
         )
