@@ -11,7 +11,7 @@ from fsdp_engine.memory.allocator import Ledger
 
 
 class Peak:
-    """Records the largest number of bytes held since its creation, independently of other peaks.
+    """Records the largest number of bytes in a ledger since its creation. There may be several.
 
     Attributes:
         held: Bytes by role at the moment of the peak.
