@@ -136,7 +136,8 @@ class ParamGroup:
 
     @property
     def index(self) -> int:
-        """The unit's index. Options of other units read it if they refer to this group."""
+        """The unit's index. Options of other units that name this group, as one to prefetch, read
+        it."""
         return self.unit.index
 
     @property
@@ -166,6 +167,9 @@ class ParamGroup:
 
         Args:
             dtype_of: Function that maps the dtype of main weights to a new one. None: no change.
+
+        Raises:
+            ValueError: A dtype changes, and the extension for conversions is missing.
         """
         resources = self.own_resources
         resources.memory.begin_unit()

@@ -1,4 +1,4 @@
-"""Parameters with owners, and the messages about a step between the ranks that share them."""
+"""Parameters with owners, and what the ranks that share them exchange in a step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class OwnedParam:
         return flat_slice(self.param)
 
     def placement(self, shape: Sequence[int]) -> FlatPlacement:
-        """Returns the placement of a state tensor: the owner has all of it."""
+        """Returns the placement of a state tensor: the owner has all elements, other ranks none."""
         mesh = self.owned.site.buffer.mesh
         numel = torch.Size(shape).numel() if self.is_mine else 0
         groups = () if mesh.control_group is None else (mesh.control_group,)
@@ -161,7 +161,8 @@ class Chunk(StepChunk):
 
         Args:
             gradients: This rank's gradient slices, by ``id`` of the parameter.
-            brings_weights: Whether the weights of ranks differ from those of owners.
+            brings_weights: Whether slices of weights were changed outside of steps, so that they
+                are sent to the owners first.
         """
         self.gradients = [gradients.get(id(each.param)) for each in self.params]
         self._brings_weights = brings_weights
@@ -209,7 +210,7 @@ class Chunk(StepChunk):
         self.messages.drain(self._lanes.compute)
 
     def leave(self) -> None:
-        """Free the device memory of a finished step."""
+        """Make compute wait for :meth:`return_weights`, and free the device memory of the step."""
         self.await_weights()
         self.place.leave()
 
@@ -383,7 +384,8 @@ class MeshOwners:
         return bool(failed_somewhere)
 
     def _packed_numbers(self, states: Mapping[Tensor, Any]) -> bytearray:
-        """Returns the numbers of parameters that this rank owns, and zeros for other parameters."""
+        """Returns, as bytes, the numbers in the state of parameters that this rank owns, and zeros
+        for other parameters, since ranks exchange the maximum of each byte."""
         packed = bytearray()
         for each in self.params:
             if each.is_mine:
