@@ -136,14 +136,12 @@ class ParamGroup:
 
     @property
     def index(self) -> int:
-        """The unit's index. Options of other units that name this group, as one to prefetch, read
-        it."""
+        """The unit's index. It is read by units whose options list this group for prefetching."""
         return self.unit.index
 
     @property
     def reshards(self) -> bool:
-        """Whether the unit reshards its parameters. Options of other units read it, like
-        ``index``."""
+        """Whether the unit reshards its parameters. It is read by other units, like ``index``."""
         return self.unit.reshards
 
     @property

@@ -114,7 +114,7 @@ def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
 def check_leaves_device(
     strategy: Strategy, codec: ParamCodec, main: torch.dtype, of: str = ""
 ) -> None:
-    """Check that trainable main weights can be stored in host memory beside an accelerator.
+    """Check that trainable main weights can be offloaded from an accelerator.
 
     Args:
         strategy: The levels of the buffer.
@@ -135,6 +135,6 @@ def check_leaves_device(
 
 
 def is_cast_at_home(strategy: Strategy, codec: ParamCodec) -> bool:
-    """Returns whether compute weights have a home in host memory, too, beside main weights."""
+    """Returns whether compute weights have a home in host memory in addition to main weights."""
     encodes = codec.is_identity or codec.weights_class is not None
     return not encodes and strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM)

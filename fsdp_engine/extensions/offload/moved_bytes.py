@@ -29,7 +29,8 @@ class Piece(NamedTuple):
 
 
 class MovedBytes(StepChunk):
-    """Device memory of one chunk, which is copied from homes before a step and to them afterwards.
+    """Device memory of one chunk. Its contents are copied from homes before a step, and changed
+    parts are copied back afterwards.
 
     Args:
         offload: The lanes and the memory of the engine.

@@ -689,7 +689,8 @@ class OffloadedStep(ChunkedStep):
         for unit in sorted(by_unit, key=_number):
             params, dtypes = by_unit[unit]
             number = numbers.get(unit, len(self._chunks))
-            # Parameters of one home must share a chunk: two would overwrite each other's results.
+            # Parameters of one home must share a chunk: each of two chunks would copy the home, and
+            # so overwrite the other's results.
             for chunk in self._chunks[number : number + 1]:
                 params = [*(slot.param for slot in chunk.slots), *params]
                 dtypes = [*chunk.dtypes, *dtypes]

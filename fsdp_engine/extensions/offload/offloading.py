@@ -28,7 +28,7 @@ from fsdp_engine.memory.allocator import Memory
 # Roles in the memory ledger, by role of `fe.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 STAGING_ROLE = "staging"
-# Names of the lanes of copies and of steps beside forward.
+# Names of the lanes for copies, and of the lane for steps that run concurrently with forward.
 STATE_COPIES, STEP_LANE = "state", "optimizer step"
 
 

@@ -53,7 +53,7 @@ class Fragment:
     Args:
         number: The index of the fragment.
         buffers: The trainable buffers of its units.
-        make_optimizer: Makes the outer optimizer from a list of one parameter.
+        make_optimizer: Function that makes the outer optimizer from a list of one parameter.
         memory: The memory of the engine.
         on_host: Whether outer weights are in memory of the host.
 

@@ -66,9 +66,9 @@ class OuterOptimizer(EngineExtension):
 
     Args:
         every: Number of inner steps between two exchanges of a parameter.
-        optimizer: Makes the outer optimizer from a list of one flat parameter, whose gradient is
-            the mean movement: an elementwise optimizer of ``torch.optim``. There is one for each
-            fragment.
+        optimizer: Function that makes the outer optimizer of a fragment from a list of one flat
+            parameter, whose gradient is the mean movement. The optimizer must be elementwise, such
+            as ``torch.optim.SGD``.
         bits: Bits per element of an exchange, 8 or 4 (see ``fe.QuantizedReduction``, without error
             feedback). None: fp32.
         fragments: Number of sets of units, which are exchanged at different steps, evenly spread

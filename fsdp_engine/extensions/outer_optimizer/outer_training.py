@@ -89,7 +89,7 @@ class OuterTraining(GradientObserver):
 
         Raises:
             RuntimeError: The state of another number of replicas was loaded, and :meth:`restart`
-                was not called. Or other weights stand in for the model's.
+                was not called. Or the model temporarily has other weights, as in :meth:`swapped`.
             ValueError: Replicas have different weights. Raised on all ranks.
         """
         self._engine.check_trained_weights("backward")
@@ -178,8 +178,8 @@ class OuterTraining(GradientObserver):
         waits for it.
 
         Raises:
-            RuntimeError: Other weights stand in for the model's. Or the state of another number of
-                replicas was loaded, without a restart.
+            RuntimeError: The model temporarily has other weights, as in :meth:`swapped`. Or the
+                state of another number of replicas was loaded, and :meth:`restart` was not called.
         """
         what = "state of OuterOptimizer"
         self._engine.check_trained_weights(what)
@@ -202,7 +202,7 @@ class OuterTraining(GradientObserver):
                 another class of outer optimizer. Or parameters of one fragment belonged to several
                 fragments whose optimizers or exchanges differ; names a parameter. Nothing is
                 loaded.
-            RuntimeError: Other weights stand in for the model's.
+            RuntimeError: The model temporarily has other weights, as in :meth:`swapped`.
         """
         self._engine.check_trained_weights("state of OuterOptimizer")
         check_state(state_dict, self.fragments)
@@ -224,7 +224,8 @@ class OuterTraining(GradientObserver):
         """Check that :meth:`step` was called after the last step of ``optimizer``.
 
         Raises:
-            RuntimeError: It was not called, or other weights stand in for the model's.
+            RuntimeError: It was not called, or the model temporarily has other weights, as in
+                :meth:`swapped`.
         """
         if self._engine.is_stepped_by(optimizer):
             what = f"{type(optimizer).__name__}.step"
@@ -284,7 +285,7 @@ class OuterTraining(GradientObserver):
             ValueError: They differ. Raised on all ranks.
         """
         group = self._whole.control_group
-        if group is None or dist.get_backend(group) == "fake":  # one process stands for all ranks
+        if group is None or dist.get_backend(group) == "fake":  # one process simulates all ranks
             self._is_compared = True
             return
         own = (self.count, [(each.checksum, each.hyperparameters) for each in self.fragments])
@@ -370,7 +371,7 @@ def fragments_of(units: Sequence[Sequence[Any]], fragments: int | str) -> list[l
 
     Args:
         units: The trainable buffers of each unit.
-        fragments: Their number ``n``, or "units": one for each unit.
+        fragments: The number ``n`` of fragments, or "units": one fragment for each unit.
 
     Source: the strided pattern of Streaming DiLoCo, https://arxiv.org/abs/2501.18512, section 2.1.
     """

@@ -287,7 +287,7 @@ class _Awaited:
     """A parameter whose gradient is computed after backward.
 
     Attributes:
-        is_due: Whether the module's backward has run, but has not computed this gradient yet.
+        is_due: Whether the module's backward has begun since this gradient was last computed.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class _Awaited:
         """Write the gradient that the module has computed into the gradients of its unit.
 
         Raises:
-            RuntimeError: The module's backward has not run, or ``.grad`` is None.
+            RuntimeError: The module's backward has not begun, or ``.grad`` is None.
         """
         param = self._buffer.full_params[self._index]
         grad, param.grad = param.grad, None

@@ -1,6 +1,6 @@
 """A communicator that sends gradients as codes: see ``quantized_reduction.py``.
 
-[Note: What errors hold]
+[Note: Errors of a rank]
 A rank stores the errors of its messages: of its summands for the shards of other ranks, and of the
 sum of its own shard, if all ranks gather the sums. A rank adds its summand of its own shard without
 encoding it, so this summand has no errors. Errors belong to the elements of a buffer on this rank.

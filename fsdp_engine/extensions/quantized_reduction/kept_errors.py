@@ -38,7 +38,7 @@ class KeptErrors:
     Raises:
         ValueError: Gradients are sent in fp16: a ``GradScaler`` multiplies them, and so the errors,
             by a number that changes. Or tensor-parallel parameters are at ``no_shard``, whose
-            errors would be DTensors, which ``extra`` cannot contain. Names a parameter.
+            errors would be DTensors, which ``extra`` cannot contain. The message names a parameter.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -3,8 +3,8 @@
 
 The hooks expect that each rank's shard has complete rows, and the same number of them, but slices
 in this engine are flat. So main weights are gathered in their own dtype, and the hooks run on the
-full parameter, with a mesh that contains only this rank, which they support. Values are those of a
-parameter that is not sharded, at every level and for any number of ranks.
+full parameter, with a mesh that contains only this rank, which they support. At every level and for
+any number of ranks, results equal those with a parameter that is not sharded.
 
     main[OPTIM] --gather--> full --pre hook--> encoded --post hook--> parameter that modules use
 

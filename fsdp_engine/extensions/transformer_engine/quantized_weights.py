@@ -33,7 +33,7 @@ class Encoding(NamedTuple):
     """One encoding of a buffer's weights.
 
     Attributes:
-        wire: The bytes that are kept at rest, at the depth of PARAM.
+        wire: The bytes that are stored between uses, at the depth of PARAM.
         full: The full parameters.
     """
 

@@ -1,4 +1,4 @@
-"""Parameters with owners, and what the ranks that share them exchange in a step."""
+"""Parameters with owners, and the exchanges of a step between the ranks that share them."""
 
 from __future__ import annotations
 
@@ -136,7 +136,8 @@ class Chunk(StepChunk):
     Attributes:
         params, messages, place: The arguments.
         mine: The parameters that this rank owns, by number.
-        gradients: Within a step, this rank's gradient slices by number. None: no rank has one.
+        gradients: Within a step, this rank's slice of each parameter's gradient. None: no rank has
+            a gradient of the parameter.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class MeshOwners:
 
     @property
     def bytes_of_wholes(self) -> int:
-        """Bytes of full weights that this rank keeps as an owner, beside its slices."""
+        """Bytes of full weights that this rank keeps as an owner, in addition to its slices."""
         return sum(whole.nbytes for whole in self._wholes)
 
     def tell(self, flag: bool) -> bool:
@@ -340,11 +341,11 @@ class MeshOwners:
         return bool(changed)
 
     def remember_versions(self) -> None:
-        """Record that the weights of this rank are those of the owners."""
+        """Record that this rank's slices of weights equal the weights that owners keep."""
         self._versions = self._find_versions()
 
     def forget_versions(self) -> None:
-        """Record that the weights of this rank may differ from those of the owners."""
+        """Record that this rank's slices of weights may differ from the weights that owners keep."""
         self._versions = None
 
     def _find_versions(self) -> list[int]:

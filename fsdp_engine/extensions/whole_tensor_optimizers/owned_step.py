@@ -382,7 +382,7 @@ class OwnedStep(ChunkedStep):
         self._reads = list(reads.values())
 
     def _check_unit(self, params: Sequence[Tensor], optimizer: Any) -> None:
-        """Check that parameters that are stepped at once have one owner, or none.
+        """Check that parameters that are stepped at once have the same owner, or all have none.
 
         Raises:
             ValueError: A parameter was added to such a set, or moved to another one.
@@ -721,8 +721,8 @@ class OwnedStep(ChunkedStep):
             owners.remember_versions()
 
     def _note_changed(self) -> None:
-        """Mark weights as changed for the engine, on all ranks, also on those without elements and
-        for fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
+        """Mark weights as changed, so that the engine gathers them, also on ranks without elements.
+        Fused steps do not increment version counters themselves (torch 2.11 to 2.13)."""
         torch.autograd.graph.increment_version(
             [*self._slices.locals, *(each.local for each in self._owned.values())]
         )
