@@ -345,7 +345,7 @@ class MeshOwners:
         self._versions = self._find_versions()
 
     def forget_versions(self) -> None:
-        """Record that this rank's slices of weights may differ from the weights that owners keep."""
+        """Record that this rank's slices may differ from the weights that owners keep."""
         self._versions = None
 
     def _find_versions(self) -> list[int]:
