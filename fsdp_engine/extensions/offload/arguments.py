@@ -44,7 +44,8 @@ class Offload(OffloadPlaces, EngineExtension):
             operating system deletes them when the process ends.
         main_weights: Place of the main weights, which optimizers step, and from which gathers read
             this rank's shard. Main weights that are part of persistent compute weights cannot be
-            offloaded: frozen ones stay on the device, trainable ones raise on an accelerator.
+            offloaded: frozen weights stay on the device; for trainable weights on an accelerator
+            ``fe.shard`` raises ValueError.
         gradients: Place of reduced gradients, which must be sharded: the inner level must be
             "optim_grads" or "optim_grads_params".
         pin_memory: Whether host memory is pinned. False: copies take longer, and the host waits for

@@ -27,7 +27,7 @@ class Home(Protocol):
     """Zeroed bytes outside of the device's memory.
 
     Attributes:
-        bytes: All bytes as a 1-D CPU tensor. It must not be used while they are copied.
+        bytes: All bytes as a 1-D CPU tensor. It must not be used while a copy is in flight.
     """
 
     bytes: Tensor
@@ -158,8 +158,8 @@ class Homes:
     """Factory of homes.
 
     Args:
-        book: Enters a home in the memory ledger.
-        make: Returns a home of the given number of bytes.
+        book: Function that enters a home in the memory ledger.
+        make: Function that returns a home of the given number of bytes.
     """
 
     def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:

@@ -149,7 +149,7 @@ def offload_state(
     is_divided = not any(buffer.main or buffer.gradients for buffer in buffers)
     unit, size = _Unit(offload, name, next(_NUMBERS)), 0
     for buffer in buffers:
-        # Without its parameters, which as values would keep the weak keys of `_OFFLOADS` alive.
+        # Drop the parameters: within a value they would keep the weak keys of `_OFFLOADS` alive.
         of_param = buffer._replace(params=())
         for param in buffer.params:
             numel = slice_within(param).numel()

@@ -28,7 +28,8 @@ from fsdp_engine.units.build import Resources
 
 
 class _Returns(GradientObserver):
-    """Waits for copies of gradients to their homes."""
+    """Observer that waits for copies of gradients to their homes when a program waits for
+    reductions."""
 
     def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading

@@ -60,7 +60,8 @@ class ThreadTicket(PendingTicket):
         return self._future.result()
 
     def finish(self) -> DeviceTicket:
-        """Wait like :meth:`submitted`, as a wait of the host, which then knows any error."""
+        """Wait like :meth:`submitted`, and record the wait in ``ACTIVITY``. Afterwards the host
+        knows any error."""
         ACTIVITY.waits = self
         try:
             return self.submitted()
@@ -83,7 +84,7 @@ class ThreadLane(DeviceLane):
         super().__init__(device, stream, ranks, name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._unfinished: deque[ThreadTicket] = deque()
-        self._at_work: int | None = None  # id of the thread
+        self._at_work: int | None = None  # id of the lane's thread, after the first operation
 
     def submit(  # type: ignore[override]
         self,
@@ -123,8 +124,8 @@ class ThreadLane(DeviceLane):
         )
 
     def drain(self) -> list[Exception]:
-        """See :class:`Lane`. Called within an operation of this lane (garbage is collected in any
-        thread), it waits only for the earlier operations."""
+        """See :class:`Lane`. An operation of this lane may call it, since garbage is collected in
+        any thread. It then waits only for the earlier operations."""
         errors: list[Exception] = []
         if threading.get_ident() != self._at_work:
             while self._unfinished:

@@ -26,7 +26,7 @@ class AssignedValues:
 
     Attributes:
         assigned: For each ``nn.Parameter`` of the user whose values were copied: the name of the
-            parameter that has taken them, and a weak reference to the user's.
+            parameter that has taken them, and a weak reference to the user's ``nn.Parameter``.
     """
 
     def __init__(self, places: Sequence[ParamPlace]) -> None:

@@ -65,7 +65,7 @@ class AssignedBeforeEngine:
     @property
     def assigned(self) -> list[tuple[str, Tensor]]:
         """For each ``nn.Parameter`` of the user that was copied and still exists: the name of the
-        parameter that has taken its values, and the user's."""
+        parameter that has taken its values, and the user's ``nn.Parameter``."""
         names = {each.name: _current_name(each) for each in self._places}
         found = ((names[name], reference()) for name, reference in self._values.assigned)
         return [(name, param) for name, param in found if param is not None]

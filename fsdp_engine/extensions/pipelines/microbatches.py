@@ -61,7 +61,7 @@ class WeightGradients(NamedTuple):
 
     Attributes:
         params: The full parameters that get the gradients.
-        compute: Adds the gradients to ``.grad`` of ``params``.
+        compute: Function that sets ``.grad`` of ``params`` to the gradients.
     """
 
     params: Sequence[nn.Parameter]

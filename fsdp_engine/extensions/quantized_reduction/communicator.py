@@ -57,7 +57,7 @@ class QuantizedCommunicator(Communicator):
         group: The ranks of the axis.
         device: The device of the tensors.
         codes: The encoding.
-        memory: Allocates errors. None: errors are not kept.
+        memory: The allocator of errors. None: errors are not kept.
     """
 
     def __init__(

@@ -275,7 +275,7 @@ class UnitRow:
         num_parameters: Number of parameters.
         num_elements: Number of elements of the parameters.
         padding: Number of padding elements in the flat buffers.
-        weight_bytes: Bytes of main and compute weights at rest.
+        weight_bytes: Bytes of main and compute weights while the unit is not in use.
         grad_bytes: Bytes of gradients between their first reduction and their clearing.
         full_bytes: Additional bytes of full parameters while the unit is in use.
         staging_bytes: Additional bytes of full gradients until they are reduced.

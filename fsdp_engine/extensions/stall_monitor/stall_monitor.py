@@ -338,8 +338,8 @@ class StallMonitor(Monitor):
             time.sleep(pause)
 
     def has_alarm(self) -> bool:
-        """Returns whether, since the last call, a rank has found that another one has ended, or has
-        left this rank a reason to fail."""
+        """Returns whether some rank has detected the end of another rank since the last call, or
+        has left this rank a reason to fail."""
         before, self._alarms = self._alarms, self._store.add("alarms", 0)
         return self._alarms > before or self.reason() is not None
 
@@ -403,7 +403,7 @@ class StallMonitor(Monitor):
             self._publish({"gone": why, "last": ACTIVITY.last})
 
     def _log_stalls(self) -> None:
-        """Log each operation that takes too long once."""
+        """Log each operation that takes too long, once for each operation."""
         now, waits = time.monotonic(), ACTIVITY.waits
         if waits is not self._seen:
             self._seen, self._seen_at = waits, now

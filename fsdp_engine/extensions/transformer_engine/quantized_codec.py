@@ -130,7 +130,8 @@ class TransformerEngine(EngineExtension):
     it in ``extensions`` only to change its arguments.
 
     Args:
-        keep_transposes: Keep the transposes that backward needs while the bytes are freed.
+        keep_transposes: Keep the transposes that backward needs, even while the bytes from which
+            they were computed are freed.
         through_gradients: Gather MXFP8 weights through the memory of gradients.
 
     Raises (when called):
@@ -177,7 +178,8 @@ class TransformerEngine(EngineExtension):
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
     ) -> tuple[str, Callable[[], ParamCodec]] | None:
-        """Returns the codec of a parameter; None if it is not one of TE's quantized tensors."""
+        """Returns the key and the factory of a parameter's codec; None if the parameter is not one
+        of TE's quantized tensors."""
         if not is_quantized(param):
             return None
         api = _load(name)

@@ -59,11 +59,11 @@ from fsdp_engine.optim.state_leaves import is_plain, leaves_of
 
 _DIMS = (24, 161)  # maximum dims of the small and the large tensor
 _BLOCK = 256
-_SCALES = (1.0, 1e-6)  # scales of the parameters
+_SCALES = (1.0, 1e-6)  # scales of the initial values of trial parameters
 _LEAST_RATE = 0.01  # minimum learning rate of trial steps, since a schedule may start at 0
 _NUM_STEPS = 12
 _MOST_STEPS = 36  # for optimizers that only collect statistics at first
-# Maximum norm of the difference of two changes, relative to the norm of one of them.
+# Two changes are equal if the norm of their difference is at most this share of the norm of one.
 _TOLERANCE = 1e-5
 # The same for comparisons in which products of one matrix and of a batch of matrices may differ by
 # rounding to 16 bits.

@@ -305,7 +305,7 @@ class MeshOwners:
         return bool(self._before.finish()[0])
 
     def share(self, stored: Stored) -> list[Stored]:
-        """Returns the values that steps stored in groups, of all ranks. Collective."""
+        """Returns, for all ranks, the values that their steps stored in groups. Collective."""
         group = self.mesh.control_group
         found = gather_objects(stored, group, "values that a step stored in groups")
         return [each for each in found if isinstance(each, Stored)]

@@ -728,7 +728,7 @@ class OwnedStep(ChunkedStep):
         )
 
     def _abandon(self) -> None:
-        """Free all chunks after a failed message. The caller raises its error."""
+        """Free all chunks after a failed message. The caller raises the error of the message."""
         self._slices.clear_gradients()
         self._placement.drain()
         self._place_of_slices.abandon()
@@ -790,7 +790,7 @@ class OwnedStep(ChunkedStep):
     @torch.no_grad()
     def _take_loaded(self, optimizer: Any) -> None:
         """Load post-hook: owners keep full tensors, other ranks the structure of the state."""
-        for each in self._owned.values():  # A loaded dict may lack some of them.
+        for each in self._owned.values():  # A loaded dict may lack the state of some parameters.
             each.known, each.numbers = None, []
         self._refresh(optimizer, takes_state=False)
         self._loaded.clear()

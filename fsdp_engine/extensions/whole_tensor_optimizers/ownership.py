@@ -149,7 +149,7 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
 
 
 def numel_held(items: Sequence[Item], owners: Sequence[int]) -> int:
-    """Returns the number of elements that their owners hold already."""
+    """Returns the number of elements of ``items`` that owners hold without communication."""
     pairs = zip(items, owners, strict=True)
     return sum(item.numel_near for item, owner in pairs if owner in item.near)
 
