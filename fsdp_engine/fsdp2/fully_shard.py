@@ -27,7 +27,7 @@ from fsdp_engine.strategies import Strategy
 
 def engine_policy(policy: object) -> MixedPrecisionPolicy:
     """Convert an ``mp_policy`` of FSDP2. Main weights and gradients have the parameter's dtype;
-    reductions are in ``reduce_dtype``, or in ``param_dtype`` if that is None.
+    reductions are in ``reduce_dtype``, or in ``param_dtype`` if ``reduce_dtype`` is None.
 
     Raises:
         TypeError: ``policy`` is not of FSDP2's class.
@@ -186,7 +186,12 @@ def _check_placements(
     ignored: Iterable[nn.Parameter],
     size: int,
 ) -> None:
-    """Check the placement of each parameter that ``placement_fn`` returns."""
+    """Check the placement that ``placement_fn`` returns for each parameter.
+
+    Raises:
+        NotImplementedError: It is not a ``Shard``, or the ranks cannot share its dim equally.
+        UsageError: The parameter does not have its dim.
+    """
     if placement_fn is None:
         return
     ignored_ids = {id(param) for param in ignored}

@@ -136,13 +136,12 @@ class ParamGroup:
 
     @property
     def index(self) -> int:
-        """The unit's index. Options of other units read it if they refer to this group."""
+        """The unit's index. It is read by units whose options list this group for prefetching."""
         return self.unit.index
 
     @property
     def reshards(self) -> bool:
-        """Whether the unit reshards its parameters. Options of other units read it, like
-        ``index``."""
+        """Whether the unit reshards its parameters. It is read by other units, like ``index``."""
         return self.unit.reshards
 
     @property
@@ -166,6 +165,9 @@ class ParamGroup:
 
         Args:
             dtype_of: Function that maps the dtype of main weights to a new one. None: no change.
+
+        Raises:
+            ValueError: A dtype changes, and the extension for conversions is missing.
         """
         resources = self.own_resources
         resources.memory.begin_unit()

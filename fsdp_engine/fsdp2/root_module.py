@@ -35,8 +35,8 @@ _thread = threading.local()
 def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
     """Implement ``nn.Module._apply`` for parameters that belong to units.
 
-    Converts the dtypes of full units in place, and allocates memory for units that are moved off
-    the meta device. Parameters remain the same objects. Collective if a dtype changes.
+    Converts the dtypes of units that have values in place, and allocates memory for units that are
+    moved off the meta device. Parameters remain the same objects. Collective if a dtype changes.
 
     Args:
         module: The module to convert; ``fully_shard`` was called on it.
@@ -111,11 +111,11 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
 
 
 def build_engine_on_first_call(group: ParamGroup) -> None:
-    """Register hooks with which the first call of one of the group's modules constructs the engine,
-    with that module as the root, unless there is one."""
+    """Register hooks that construct the engine, unless it exists, in the first call of one of the
+    group's modules, with that module as the root."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The hooks of the engine do not run in this call: torch has already listed the hooks.
+        # torch has already listed the hooks of this call, so it does not run those of the engine.
         engine = ensure_engine(module)
         args, kwargs = inputs_on((args, kwargs), engine.mesh.device)
         hooks = hooks_of(module)
@@ -125,7 +125,8 @@ def build_engine_on_first_call(group: ParamGroup) -> None:
         handle = module.register_forward_pre_hook(
             not_compiled(before), prepend=True, with_kwargs=True
         )
-        # Hooks that users register later receive the module's output after the engine's cast.
+        # The engine's hook takes the place of this one, so that hooks that users register later
+        # receive the module's output after the engine's cast.
         place = module.register_forward_hook(_reserve_position)
         group.first_call_hooks += [(module, handle, place)]
 
@@ -229,7 +230,11 @@ def _move_inputs(module: nn.Module, device: torch.device) -> None:
 
 
 def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
-    """Check that the modules to prefetch belong to the same model."""
+    """Check that the modules to prefetch belong to the same model.
+
+    Raises:
+        ValueError: A module does not; names the module that would prefetch it.
+    """
     known = {id(group) for group in groups}
     for group in groups:
         options = group.unit.options
@@ -274,7 +279,11 @@ def _rename(root: nn.Module, groups: Sequence[ParamGroup]) -> None:
 
 def _check_no_optimizer(groups: Sequence[ParamGroup]) -> None:
     """Check that no optimizer references parameters that units have replaced. Searches all objects,
-    but only if one of these parameters is still alive."""
+    but only if one of these parameters is still alive.
+
+    Raises:
+        RuntimeError: An optimizer references such a parameter.
+    """
     replaced = [
         (record.name, param)
         for group in groups

@@ -36,15 +36,16 @@ class DistributedDataParallelConfig:
     fields to arguments of the engine.
 
     Attributes:
-        grad_reduce_in_fp32: Accumulate and reduce gradients in fp32; otherwise in the dtype of the
-            policy, for ``DistributedDataParallel`` the parameter's.
+        grad_reduce_in_fp32: Accumulate and reduce gradients in fp32. False: in the dtype of the
+            policy, which for ``DistributedDataParallel`` is the parameter's dtype by default.
         overlap_grad_reduce: Start reductions during backward, as buckets fill. False:
             ``finish_grad_sync`` issues all of them. Gradients that are sharded along an axis are
             always reduced along it in backward.
         overlap_param_gather: After a step, gather parameters during the next forward. False: gather
             them directly after the step. Sharded parameters are always gathered in forward.
-        align_param_gather: Only ``start_param_sync`` prefetches updated parameters; without it they
-            are gathered one by one on first use. Sharded parameters are still gathered in forward.
+        align_param_gather: Only ``start_param_sync`` prefetches updated parameters. If it is not
+            called, they are gathered one by one on first use. Sharded parameters are still gathered
+            in forward.
         use_distributed_optimizer: Use level "optim" instead of "no_shard" if no strategy is given.
         num_distributed_optimizer_instances: The outer size of the mesh. Optimizer state is sharded
             over the ranks of one instance and replicated over instances.
@@ -65,7 +66,7 @@ class DistributedDataParallelConfig:
             copied into the buffer, then summed. The result is the same.
         fp8_param_gather: Gather parameters of two or more dims in fp8 (``Float8``).
         reuse_grad_buf_for_mxfp8_param_ag: Gather MXFP8 parameters through the gradients' memory.
-        use_megatron_fsdp: ``data_parallel_sharding_strategy`` determines the level; otherwise
+        use_megatron_fsdp: Whether ``data_parallel_sharding_strategy`` determines the level. False:
             ``use_distributed_optimizer`` does.
         use_custom_fsdp: Deprecated name of ``use_megatron_fsdp``.
         data_parallel_sharding_strategy: Level of the inner axis.

@@ -65,8 +65,8 @@ def record_full_params(engine: Engine) -> None:
 
 
 def sharded_param_of(tensor: Tensor) -> Tensor:
-    """Returns the sharded parameter of a full one; ``tensor`` itself if it is not a recorded
-    one."""
+    """Returns the sharded parameter of the full parameter ``tensor``; ``tensor`` itself if it is
+    not a recorded full parameter."""
     found: Tensor = _SHARDED_OF.get(tensor, tensor)
     return found
 
@@ -84,9 +84,9 @@ def entries_by_parameter(entries: Iterable[Any]) -> dict[int, Any]:
 class DistributedDataParallel(WrapperAttributes):
     """Data parallelism at any sharding level, with Megatron-Core's interface.
 
-    A step consists of ``zero_grad_buffer()``; forward and backward of each microbatch, all but the
-    last under ``no_sync()`` with ``overlap_grad_reduce``; ``finish_grad_sync()`` (or
-    ``finalize_model_grads``); and ``optimizer.step()``. Build the optimizer after the wrapper.
+    A step consists of ``zero_grad_buffer()``; forward and backward of each microbatch (if
+    ``overlap_grad_reduce`` is set, all but the last under ``no_sync()``); ``finish_grad_sync()`` or
+    ``finalize_model_grads``; and ``optimizer.step()``. Build the optimizer after the wrapper.
 
     Args:
         module: Any module; modified in place, as by ``shard``.
@@ -385,9 +385,10 @@ class DistributedDataParallel(WrapperAttributes):
 
 
 def _gather_for_sharded_state_dict(module: Any, engine: Engine, then: Callable[[], None]) -> None:
-    """Make ``sharded_state_dict`` return full main weights if parameters are sharded. This changes
-    the method of ``module`` and of each module that ``unwrap_model`` may return instead (the
-    ``module`` of a ``Float16Module``). ``then`` is called after each call of such a method."""
+    """Make ``sharded_state_dict`` return full main weights, unless full parameters are the main
+    weights anyway. This changes the method of ``module`` and of each module that ``unwrap_model``
+    may return instead (the ``module`` of a ``Float16Module``). ``then`` is called after each call
+    of such a method."""
     if all(each.is_plain for each in engine.buffers):
         return
     is_gathered = False

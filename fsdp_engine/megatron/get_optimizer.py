@@ -11,7 +11,8 @@ from fsdp_engine.optim import shard_optimizer
 
 _OPTIMIZERS = ("adam", "sgd")
 # Fields of an OptimizerConfig that are not supported because they select another optimizer, or a
-# schedule that the wrapper's config sets; with the end of the error, which names the alternative.
+# schedule that the wrapper's config sets. The value is the end of the error, which names the
+# alternative, if there is one.
 _UNSUPPORTED = {
     "optimizer_cpu_offload": "",
     "use_precision_aware_optimizer": "",

@@ -97,6 +97,7 @@ def check_equal_over_group(
         what: The start of the error message.
         names: The names of the described objects; they may differ between ranks.
         descriptions: The description of each named object.
+        group: The ranks whose descriptions are compared.
 
     Raises:
         ValueError: Descriptions differ. The message contains the first difference between two

@@ -58,8 +58,8 @@ class ModelParallelGroups:
 
 
 # Spanned groups by the first group of an argument list, then by the names of all its groups. Values
-# are weak references because the spanned group may be the key itself; ``mesh.py`` keeps the groups
-# that were created here alive.
+# are weak references because the spanned group may be the key itself; ``group_of_ranks`` keeps the
+# groups that were created here alive.
 _SPANNED: weakref.WeakKeyDictionary[
     ProcessGroup, dict[tuple[str, ...], weakref.ref[ProcessGroup]]
 ] = weakref.WeakKeyDictionary()

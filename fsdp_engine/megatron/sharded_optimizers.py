@@ -19,8 +19,8 @@ model's entry. If the metadata select the format ``fully_reshardable``, entries 
 shapes of ``DistributedOptimizer``, with ``param`` instead of ``fp32_param`` and the step in the
 param groups. Therefore checkpoints, including those of Megatron-Core's own optimizers, can be
 loaded at any level and number of ranks. While a rank saves or loads, it holds the full state of its
-model-parallel shard on the host, as with ``fully_reshardable``; on the device the state of one
-buffer at a time is full.
+model-parallel shard on the host, as Megatron-Core does with ``fully_reshardable``. On the device,
+the state of only one buffer at a time is full.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ class _ShardedOptimizer(_NormGroups):
         return self._sum_over_ranks(_num_zeros, grads)
 
     def _grads(self, norm_group: str | None) -> list[Tensor]:
-        """Returns the gradients of the parameters of a norm group, without those of other ranks'
-        replicas."""
+        """Returns the gradients of the parameters of a norm group. If model-parallel ranks hold
+        replicas of a parameter, only one of them returns its gradient."""
         optimizer: Any = self
         if not hasattr(optimizer, "get_grads_for_grad_norm"):  # megatron-core 0.16
             return list(optimizer.get_main_grads_for_grad_norm())
@@ -189,6 +189,9 @@ class _ShardedOptimizer(_NormGroups):
             is_loading: Put uninitialized tensors into the entries, to load into, and gather
                 nothing.
             metadata: The metadata of the checkpoint.
+
+        Raises:
+            ValueError: ``entries`` lacks a parameter, or the steps of parameters differ.
         """
         is_fully_reshardable = (metadata or {}).get(_FORMAT) == _FULLY_RESHARDABLE
         sharded, _ = extract_sharded_tensors_and_factories(entries)

@@ -1,4 +1,4 @@
-"""The extension ``fe.Offload``: its arguments, and its steps in the building of an engine."""
+"""The extension ``fe.Offload``: its arguments, their checks, and its part in building an engine."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Offload(OffloadPlaces, EngineExtension):
             operating system deletes them when the process ends.
         main_weights: Place of the main weights, which optimizers step, and from which gathers read
             this rank's shard. Main weights that are part of persistent compute weights cannot be
-            offloaded: frozen ones stay on the device, trainable ones raise on an accelerator.
+            offloaded: frozen weights stay on the device; for trainable weights on an accelerator
+            ``fe.shard`` raises ValueError.
         gradients: Place of reduced gradients, which must be sharded: the inner level must be
             "optim_grads" or "optim_grads_params".
         pin_memory: Whether host memory is pinned. False: copies take longer, and the host waits for
@@ -54,7 +55,7 @@ class Offload(OffloadPlaces, EngineExtension):
         overlap_forward: Run steps concurrently with the next forward, whose gathers wait for the
             step of their unit. Requires ``optimizer_state="host"`` as the only offload, and has no
             effect on a CPU. Gradients are freed after that step. After ``step()``, do not use
-            slices of parameters and gradients that were taken before it: take them again.
+            tensors that were taken from parameters and gradients before it: take them again.
 
     Raises:
         ValueError: A place is unknown, "disk" lacks a folder, or arguments contradict each other.

@@ -37,7 +37,8 @@ from torch import Tensor
 
 from fsdp_engine.memory import allocator
 
-# Maximum size of one call, and size of a staging buffer. Other threads run between calls.
+# Maximum number of bytes of one read or write, and size of a staging buffer. Other threads can run
+# between two calls.
 PIECE = 16 << 20
 # Direct access needs multiples of a disk block, 512 or 4096 bytes. Mappings start at pages.
 _BLOCK = mmap.ALLOCATIONGRANULARITY
@@ -59,7 +60,7 @@ _MS_SYNC = 4
 
 
 class _Staging(threading.local):
-    """A buffer of each writing thread, aligned to pages and not booked."""
+    """A buffer for each writing thread, aligned to pages and not in the memory ledger."""
 
     @cached_property
     def memory(self) -> mmap.mmap:
@@ -76,13 +77,13 @@ _STAGING = _Staging()
 
 
 class DiskFile:
-    """A file in ``folder`` for blocks of bytes. It is deleted with the last block.
+    """A file in ``folder`` for blocks of bytes. Its space is freed with the last block.
 
     The file has no name: the operating system frees its space when the process ends, even if it is
     killed, and a later process cannot mistake its contents for state.
 
     Attributes:
-        number: The file descriptor.
+        number: The file descriptor for reads and mappings.
         output: The file descriptor for writes.
         is_direct: Whether writes bypass the page cache. See [Note: Direct writes].
 
@@ -194,7 +195,7 @@ def _last_error(call: str, num_bytes: int) -> OSError:
 
 
 class DiskBlock:
-    """``num_bytes`` zeroed bytes of ``file``, not booked.
+    """``num_bytes`` zeroed bytes of ``file``. The memory ledger does not count them.
 
     Attributes:
         bytes: The bytes as a 1-D tensor, mapped through the page cache.
@@ -214,7 +215,8 @@ class DiskBlock:
         self.bytes = self._mapping.bytes
 
     def read(self, target: Tensor, start: int = 0) -> None:
-        """Read bytes at ``start`` into the CPU tensor ``target``. Clears them in the page cache."""
+        """Read bytes at ``start`` into the CPU tensor ``target``, and drop the block's pages from
+        the page cache."""
         self.read_part(target, start)
         self.forget()
 
@@ -250,13 +252,13 @@ class DiskBlock:
             raise OSError(errno.EIO, f"expected to write {count} bytes at {start}; found {written}")
 
     def finish_writing(self) -> None:
-        """Write to the disk if writes are not direct, and clear the page cache."""
+        """If writes are not direct, write the page cache to the disk and drop the block's pages."""
         if not self._file.is_direct:
             os.fdatasync(self._file.number)
             self.forget()
 
     def flush(self) -> None:
-        """Write changes of the mapping to the disk, and clear the page cache."""
+        """Write changes of the mapping to the disk, and drop the block's pages."""
         if self._num_bytes:
             self._mapping.flush()
             self.forget()
@@ -291,7 +293,8 @@ def _open_direct(name: str) -> int | None:
 
 @contextmanager
 def errors_of_disk() -> Iterator[None]:
-    """Context that turns an OSError into a ValueError, which is no error of communication."""
+    """Context that turns an OSError into a ValueError, which is not reported as an error of
+    communication."""
     try:
         yield
     except OSError as error:

@@ -19,7 +19,7 @@ from fsdp_engine.extensions.offload.disk_memory import PIECE
 from fsdp_engine.memory.host_memory import HostBlock
 
 _NUM_PIECES = 2
-# Bytes for both directions, with space to start at a page.
+# Bytes for both directions, with space to align the pieces of each to pages.
 NUM_BYTES = 2 * (_NUM_PIECES * PIECE + mmap.PAGESIZE)
 # Returns a function that waits until the device has finished the current stream's work so far.
 Mark = Callable[[], Callable[[], None]]
@@ -72,11 +72,11 @@ class Staging:
         return piece
 
     def copied(self, piece: StagingPiece) -> None:
-        """Mark the last copy of a piece, which was submitted to the current stream."""
+        """Mark the last copy of ``piece``, which the current stream contains, for its ``wait``."""
         piece.wait = self._mark()
 
     def put(self, piece: StagingPiece) -> None:
-        """Return a piece. It is taken again only after its marked copy."""
+        """Return a piece. :meth:`take` waits for its marked copy before it returns it again."""
         self._free.put(piece)
 
     @contextmanager

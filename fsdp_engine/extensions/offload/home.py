@@ -24,10 +24,10 @@ Steps = Iterator[Sequence[Any]]
 
 
 class Home(Protocol):
-    """Zeroed bytes outside of the device's memory, not booked.
+    """Zeroed bytes outside of the device's memory.
 
     Attributes:
-        bytes: All bytes as a 1-D CPU tensor. It must not be used while they are copied.
+        bytes: All bytes as a 1-D CPU tensor. It must not be used while a copy is in flight.
     """
 
     bytes: Tensor
@@ -158,8 +158,8 @@ class Homes:
     """Factory of homes.
 
     Args:
-        book: Called with each home.
-        make: Returns a home of the given number of bytes.
+        book: Function that enters a home in the memory ledger.
+        make: Function that returns a home of the given number of bytes.
     """
 
     def __init__(self, book: Callable[[Home], None], make: Callable[[int], Home]) -> None:
@@ -171,8 +171,8 @@ class Homes:
 
         Args:
             drain: Waits for all copies from and to the home. It is called when a home in host
-                memory is deleted, which a device may still copy. An operation on a file keeps its
-                home alive.
+                memory is deleted, since the device may still be copying its bytes. Operations on a
+                file keep their home alive.
 
         Raises:
             OSError: There is too little space on the disk; names the required and the free bytes.

@@ -1,8 +1,9 @@
 """Gradients that are stored at homes.
 
-Reductions write into transient memory, which is copied to the home afterwards. If they add to it,
-it is copied from the home before. Published gradients are tensors over the home, whose memory is
-persistent, so the next step overwrites gradients that the user holds.
+Reductions write into transient memory, which is then copied to the home. Before a reduction that
+accumulates, the accumulated gradients are copied from the home. Published gradients are tensors
+over the home, whose memory is persistent, so the next step overwrites gradients that the user
+holds.
 """
 
 from __future__ import annotations

@@ -24,12 +24,13 @@ from fsdp_engine.strategies import Role, Strategy
 class HomedMain(MainShard):
     """Main weights at a home, from which gathers copy them:
 
-        identity codec         home --> this rank's part of full
-        cast, OPTIM at PARAM   home --cast by the host--> home of compute weights --> part of full
-        others, or a disk      home --> transient memory --encode--> as without a home
+        identity codec     home --> this rank's part of the full weights
+        cast               home --cast by the host--> home of compute weights --> this rank's part
+        others             home --> transient memory --encode--> as without a home
 
-    The second case is for host memory: microbatches copy compute weights more often than main
-    weights change. On a disk it would need additional writes.
+    The second case requires that OPTIM and PARAM are sharded to the same depth, and a home in host
+    memory: each microbatch copies compute weights, which the host casts once per step. On a disk,
+    compute weights would need additional writes.
     """
 
     is_resident = False
@@ -103,7 +104,8 @@ def bytes_of_main(spec: BufferSpec, at: Coordinate) -> int:
 
 
 def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
-    """Returns whether main weights can be offloaded: they are not part of kept compute weights."""
+    """Returns whether main weights can be offloaded: they are not part of compute weights that stay
+    on the device."""
     if codec.is_identity:
         return strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM) > 0
     return codec.encodes_shards
@@ -112,7 +114,7 @@ def can_leave_device(strategy: Strategy, codec: ParamCodec) -> bool:
 def check_leaves_device(
     strategy: Strategy, codec: ParamCodec, main: torch.dtype, of: str = ""
 ) -> None:
-    """Check that trainable main weights can be stored in host memory beside an accelerator.
+    """Check that trainable main weights can be offloaded from an accelerator.
 
     Args:
         strategy: The levels of the buffer.
@@ -133,6 +135,6 @@ def check_leaves_device(
 
 
 def is_cast_at_home(strategy: Strategy, codec: ParamCodec) -> bool:
-    """Returns whether compute weights have a home in host memory, too, beside main weights."""
+    """Returns whether compute weights have a home in host memory in addition to main weights."""
     encodes = codec.is_identity or codec.weights_class is not None
     return not encodes and strategy.depth(Role.OPTIM) == strategy.depth(Role.PARAM)

@@ -29,7 +29,8 @@ class Piece(NamedTuple):
 
 
 class MovedBytes(StepChunk):
-    """Device memory of one chunk, which is copied from homes before a step and to them afterwards.
+    """Device memory of one chunk. Its contents are copied from homes before a step, and changed
+    parts are copied back afterwards.
 
     Args:
         offload: The lanes and the memory of the engine.
@@ -63,7 +64,8 @@ class MovedBytes(StepChunk):
     def bring(self) -> None:
         """See :class:`StepChunk`."""
         self.fill()
-        # Compute's ticket is last: of tickets of one stream, a lane waits only for the last given.
+        # Of several tickets of one stream, a lane waits only for the last of the list. Compute's
+        # ticket is the newest, so it must be last.
         after = [*([] if self._taken is None else [self._taken]), self._offload.compute.record()]
         self._brought = self._offload.state_in.submit(
             f"bring {self._name}", self._bring_pieces, after=after
@@ -76,7 +78,7 @@ class MovedBytes(StepChunk):
             self._brought = None
 
     def begin_return(self) -> None:
-        """Start to copy the parts that a submitted step changes to their homes."""
+        """Start to copy to their homes the parts that a submitted step changes."""
         self._taken = self._offload.state_out.submit(
             f"return {self._name}", self._take_pieces, after=[self._offload.compute.record()]
         )

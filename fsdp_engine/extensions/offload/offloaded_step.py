@@ -3,24 +3,25 @@
 [Note: Offloaded state]
 A *chunk* is device memory for all offloaded tensors of a unit: optimizer state of its parameters,
 and the shards of main weights and gradients of its buffers. Each of these is copied from a *home*,
-pinned host memory or a range of a file. The home of state is created with the optimizer, those of
+pinned host memory or a range of a file. Homes of state are created with the optimizer, homes of
 shards with their buffers. Two trial steps on a parameter of 4,099 zeros, with the hyperparameters
 of each group, show which tensors the state has and their dtypes.
 
 The unmodified ``step`` runs once for each chunk ([Note: Steps in chunks] in ``chunked_step.py``),
-on a shadow that holds the slices of the chunk and their state on the device.
+on a shadow that holds the slices of the chunk and their state on the device. Each row is a lane;
+chunk k is copied in (ik), stepped (sk) and copied back (ok):
 
     state in     i0  i1      i2      i3
     compute          s0      s1      s2      s3
     state out            o0      o1      o2      o3
 
 Weights are copied back with the state; gradients are not. The host waits for the last copies of
-weights, since users read parameters at their homes. With ``Offload.overlap_forward``, "compute" is
-a lane of its own that runs concurrently with the next forward, and chunks are stepped in the order
-of units: [Note: Steps beside forward] in ``step_beside_forward.py``.
+weights, since users read parameters at their homes. With ``Offload.overlap_forward``, steps run on
+a separate lane instead of "compute", concurrently with the next forward, and chunks are stepped in
+the order of units: [Note: Steps beside forward] in ``step_beside_forward.py``.
 
 The device memory of a chunk is allocated when the chunk is copied in, and freed when it is copied
-back. Chunk k + 1 is allocated after chunk k - 1 is freed, so there are at most two.
+back. Chunk k + 1 is allocated after chunk k - 1 is freed, so at most two chunks are allocated.
 
 Between steps ``optimizer.state`` holds FlatDTensors over homes, which checkpoints read and write.
 A value that loading or the user replaces is detected by identity and copied to its home in the next
@@ -73,7 +74,7 @@ from fsdp_engine.optim.state_format import StateFormat
 from fsdp_engine.optim.state_leaves import is_plain
 from fsdp_engine.optim.step_listeners import add_step_check
 
-# The role of chunks in ledgers.
+# The role of chunks in the memory ledger.
 ROLE = "optimizer"
 # The field of `fe.Offload` for optimizer state.
 STATE = "optimizer_state"
@@ -81,8 +82,9 @@ STATE = "optimizer_state"
 _ALIGNMENT = 64
 # Attributes of optimizers that `_can_be_pending` does not search for tensors.
 _OF_OPTIMIZER = {"defaults", "param_groups", "state"}
-# An unusual shape, so that a state tensor of this shape is known to have an element per parameter
-# element. It exceeds the size of vectors that some optimizers exempt from quantisation (4096).
+# Shape of the parameter in trial steps. It is unusual: a state tensor of the same shape must have
+# one element per parameter element. It has more than 4096 elements, up to which some optimizers do
+# not quantise.
 _TRIAL_SHAPE = (4099,)
 
 
@@ -93,7 +95,7 @@ class OffloadedBuffer(NamedTuple):
         params: The sharded parameters of the buffer.
         main: Home of the main weights. None: they are on the device.
         gradients: Home of the gradients. None: they are on the device.
-        pending: The step of the buffer that compute has not waited for yet.
+        pending: The buffer's optimizer step for which compute has not waited yet.
     """
 
     params: Sequence[Tensor]
@@ -106,7 +108,7 @@ class _Unit(NamedTuple):
     """A set of parameters that are stepped together.
 
     Attributes:
-        offload: The offload of the engine.
+        offload: The object that moves the engine's state.
         name: Name for labels and errors.
         number: Number of units that were offloaded before this one.
     """
@@ -134,10 +136,11 @@ def offload_state(
     """Register the parameters of a unit's buffers, so that optimizers step them with ``offload``.
 
     Copies of the first and the last chunk overlap with no others, so a large unit (an embedding and
-    a head) is divided into several chunks of whole parameters. Shards at one home form one chunk.
+    a head) is divided into several chunks of whole parameters. A unit whose main weights or
+    gradients are offloaded is one chunk.
 
     Args:
-        offload: The offload of the engine.
+        offload: The object that moves the engine's state.
         name: Name of the unit for labels and errors.
         buffers: The buffers of trainable parameters.
         num_elements: Maximum number of elements of this rank's shards in a chunk of several
@@ -146,7 +149,8 @@ def offload_state(
     is_divided = not any(buffer.main or buffer.gradients for buffer in buffers)
     unit, size = _Unit(offload, name, next(_NUMBERS)), 0
     for buffer in buffers:
-        of_param = buffer._replace(params=())  # The keys of `_OFFLOADS` must stay weak.
+        # Drop the parameters: within a value they would keep the weak keys of `_OFFLOADS` alive.
+        of_param = buffer._replace(params=())
         for param in buffer.params:
             numel = slice_within(param).numel()
             if is_divided and size and size + numel > num_elements:
@@ -157,7 +161,7 @@ def offload_state(
 
 
 def find_offload(optimizer: Optimizer) -> Offloading | None:
-    """Returns the offload of the optimizer's parameters; None if they have none.
+    """Returns the object that moves state of the optimizer's parameters; None if none does.
 
     Raises:
         ValueError: The parameters belong to several engines with an offload.
@@ -210,21 +214,22 @@ class _Chunk(MovedBytes):
 
     Args:
         unit: The unit of the parameters.
-        params: The parameters of the optimizer.
+        params: The parameters of the unit that the optimizer steps.
         dtypes: The dtypes of each parameter's state tensors, by key.
         homes: The factory for homes of state. None: state stays on the device.
 
     Attributes:
         unit: The unit of the parameters.
-        slots: The parameters.
+        slots: A slot for each parameter.
         slices: The slices of the sharded parameters.
         dtypes: The dtypes of each parameter's state tensors, by key.
-        members: By number of a param group, its parameters that are stepped with this chunk.
+        members: By index of a param group, the tensors of the group that this chunk steps.
         kept: For each slot, views of the home by key, as ``optimizer.state`` holds them.
         work: For each slot, views of the device memory by key.
         num_bytes: Number of bytes of the chunk on the device.
         returns_weights: Whether the chunk contains main weights.
         has_state: Whether the optimizer has state of the parameters.
+        has_plain: Whether a parameter is not sharded, so that users hold it as a plain tensor.
     """
 
     def __init__(
@@ -348,7 +353,8 @@ class _Chunk(MovedBytes):
         """Returns the tensors among ``values``, the loaded state of a slot, that have a home.
 
         Raises:
-            ValueError: A tensor of the parameter's shape has no home, or another shape or slice.
+            ValueError: A tensor of the parameter's shape has no home, or a tensor with a home has
+                another shape or slice.
         """
         slot, kept = self.slots[place], self.kept[place]
         shape = slot.param.shape
@@ -429,7 +435,7 @@ class OffloadedStep(ChunkedStep):
 
     Args:
         optimizer: An elementwise optimizer.
-        offload: The offload of its parameters.
+        offload: The object that moves the state of its parameters.
 
     Raises:
         ValueError: State tensors are not plain (those of torchao), or a trial step failed.
@@ -683,7 +689,8 @@ class OffloadedStep(ChunkedStep):
         for unit in sorted(by_unit, key=_number):
             params, dtypes = by_unit[unit]
             number = numbers.get(unit, len(self._chunks))
-            # Parameters of one home must share a chunk: two would overwrite each other's results.
+            # Parameters of one home must share a chunk: each of two chunks would copy the home, and
+            # so overwrite the other's results.
             for chunk in self._chunks[number : number + 1]:
                 params = [*(slot.param for slot in chunk.slots), *params]
                 dtypes = [*chunk.dtypes, *dtypes]
@@ -720,7 +727,7 @@ class OffloadedStep(ChunkedStep):
         params: Sequence[Tensor],
         dtypes: Sequence[dict[Any, torch.dtype]],
     ) -> None:
-        """Create or replace the chunk with that number, and copy existing state to its home."""
+        """Create chunk ``number``, or replace it, and copy existing state to its home."""
         self._offload.wait()
         chunk = _Chunk(unit, params, dtypes, self._homes)
         self._chunks[number : number + 1] = [chunk]
@@ -771,7 +778,11 @@ class OffloadedStep(ChunkedStep):
         group: dict[str, Any],
         like: Tensor,
     ) -> dict[Any, torch.dtype]:
-        """Returns dtypes of the state of ``like`` after two trial steps, by key."""
+        """Returns dtypes of the state of ``like`` after two trial steps, by key.
+
+        Raises:
+            ValueError: A trial step raised, or its state has another shape or type.
+        """
         dtype, device = like.dtype, self._offload.memory.device
         param = torch.nn.Parameter(allocator.zeros(_TRIAL_SHAPE, dtype, device))
         states = entries_of(optimizer)
@@ -820,7 +831,7 @@ class OffloadedStep(ChunkedStep):
         self._offload.wait()
 
     def _before_load(self, optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Load pre-hook: keep offloaded state from torch, which would move it to the device.
+        """Load pre-hook: take out offloaded state, which torch would move to the device.
 
         Raises:
             ValueError: See :meth:`_Chunk.large_state`.

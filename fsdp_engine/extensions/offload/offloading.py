@@ -25,10 +25,10 @@ from fsdp_engine.extensions.offload.places import (
 from fsdp_engine.extensions.offload.thread_lane import ThreadLane
 from fsdp_engine.memory.allocator import Memory
 
-# Roles in ledgers, by role of `fe.Offload`.
+# Roles in the memory ledger, by role of `fe.Offload`.
 LEDGER_ROLES = {"optimizer_state": "optimizer", "main_weights": "main", "gradients": "grad"}
 STAGING_ROLE = "staging"
-# Names of the lanes of copies and of steps beside forward.
+# Names of the lanes for copies, and of the lane for steps that run concurrently with forward.
 STATE_COPIES, STEP_LANE = "state", "optimizer step"
 
 
@@ -73,7 +73,7 @@ class Offloading:
         return role in self._moved
 
     def homes(self, role: str) -> Homes:
-        """Returns the factory for homes of an offloaded role; on a disk it uses a file of its own.
+        """Returns the factory for homes of an offloaded role. On a disk, each role has a file.
 
         Raises:
             OSError: The folder cannot be written.

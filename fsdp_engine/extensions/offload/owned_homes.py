@@ -29,7 +29,7 @@ class StateHome(MovedBytes, StatePlace):
     """The state of a chunk at a home.
 
     Args:
-        offload: The offload of the engine.
+        offload: The object that moves the engine's state.
         homes: The factory for homes of state.
     """
 

@@ -94,7 +94,7 @@ class OffloadPlaces:
             )
 
     def check_pair(self) -> None:
-        """Check that weights and gradients are tensors of one device, for an accelerator.
+        """Check, for an accelerator, that weights and gradients are stored on the same device.
 
         Raises:
             ValueError: Only one of them is offloaded.

@@ -1,4 +1,4 @@
-"""Placement of the shards of an engine's buffers at homes, from which optimizers step them."""
+"""Creates the shards of an engine's buffers at homes, and registers them for offloaded steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from fsdp_engine.units.build import Resources
 
 
 class _Returns(GradientObserver):
-    """Waits for copies of gradients to their homes."""
+    """Observer that waits for copies of gradients to their homes when a program waits for
+    reductions."""
 
     def __init__(self, offloading: Offloading) -> None:
         self._offloading = offloading
@@ -56,7 +57,7 @@ class OffloadPlacement(Placement):
         """See :class:`Placement`."""
         if self._main is None or not can_leave_device(spec.strategy, codec):
             return super().make_main(spec, context, codec)
-        # Compute weights are cast at home in host memory only. A disk would need more writes.
+        # Compute weights have a home in host memory only: on a disk, they would need more writes.
         is_on_host = self._offloading.offload.main_weights == HOST
         is_cast = is_on_host and is_cast_at_home(spec.strategy, codec)
         return HomedMain(spec, context, codec, self._main, is_cast=is_cast)
@@ -104,8 +105,8 @@ class OffloadPlacement(Placement):
 def place_state(
     resources: Resources, offload: OffloadPlaces, files: Mapping[str, DiskFile]
 ) -> None:
-    """Set the placement of the buffers that ``resources`` builds to the places of ``offload``. One
-    placement serves all equal places.
+    """Let ``resources`` build buffers whose shards are at the places of ``offload``. Equal
+    ``offload`` share one placement.
 
     Args:
         resources: The resources to build with.
@@ -134,7 +135,8 @@ def _offloaded(buffer: ParamAndGradBuffer) -> OffloadedBuffer:
 
 def _elements_of_a_chunk(engine: Engine) -> int:
     """Returns the mean number of elements per unit in this rank's shards of trainable parameters.
-    With half of that, copies are short and take 5 % longer (simulated step, 8B on 64 H100s)."""
+    Chunks of half that size have short copies, which take 5 % longer (simulated step of a model
+    with 8B parameters on 64 H100s)."""
     units = [unit for unit in engine.units if unit.trainable]
     slices = (each.weights.main.tensor.numel() for unit in units for each in unit.trainable)
     return sum(slices) // max(len(units), 1)

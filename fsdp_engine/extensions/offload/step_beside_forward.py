@@ -38,7 +38,7 @@ class StepBesideForward(PendingStep):
     def begin(self, ticket: Ticket) -> None:
         """Record a submitted step that ends with ``ticket``. Later steps use the same lane.
 
-        The current stream must be that of the code that steps.
+        The current stream must be that of the code that calls ``optimizer.step()``.
         """
         if not self.tickets:
             PENDING.append(weakref.ref(self))

@@ -45,7 +45,8 @@ class ThreadTicket(PendingTicket):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has submitted the operation and any error is known to the host."""
+        """Whether nothing is left to wait for: the thread has submitted the operation without an
+        error, or the host has already waited for it."""
         return self.is_known or (self._future.done() and self._future.exception() is None)
 
     def submitted(self) -> DeviceTicket:
@@ -59,7 +60,8 @@ class ThreadTicket(PendingTicket):
         return self._future.result()
 
     def finish(self) -> DeviceTicket:
-        """Wait like :meth:`submitted`, on the host, which then knows of an error."""
+        """Wait like :meth:`submitted`, and record the wait in ``ACTIVITY``. Afterwards the host
+        knows any error."""
         ACTIVITY.waits = self
         try:
             return self.submitted()
@@ -82,7 +84,7 @@ class ThreadLane(DeviceLane):
         super().__init__(device, stream, ranks, name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._unfinished: deque[ThreadTicket] = deque()
-        self._at_work: int | None = None  # id of the thread
+        self._at_work: int | None = None  # id of the lane's thread, after the first operation
 
     def submit(  # type: ignore[override]
         self,
@@ -115,14 +117,15 @@ class ThreadLane(DeviceLane):
         return super().submit(label, operation, after=after)
 
     def wait(self, *tickets: Ticket) -> None:
-        """See :class:`Lane`. The thread waits until tickets of other threads are submitted."""
+        """See :class:`Lane`. The calling thread waits until other threads have submitted the
+        operations of their tickets."""
         super().wait(
             *(each.submitted() if isinstance(each, ThreadTicket) else each for each in tickets)
         )
 
     def drain(self) -> list[Exception]:
-        """See :class:`Lane`. Called within an operation of this lane (garbage is collected in any
-        thread), it waits only for the earlier operations."""
+        """See :class:`Lane`. An operation of this lane may call it, since garbage is collected in
+        any thread. It then waits only for the earlier operations."""
         errors: list[Exception] = []
         if threading.get_ident() != self._at_work:
             while self._unfinished:

@@ -1,4 +1,4 @@
-"""Replicas that train alone and exchange their weights every so many steps (DiLoCo)."""
+"""Replicas that train independently and exchange their weights every few steps (DiLoCo)."""
 
 from fsdp_engine.extensions.outer_optimizer.outer_optimizer import OuterOptimizer
 

@@ -1,6 +1,6 @@
 """The outer weights of one fragment of a model, and their steps.
 
-A fragment is a set of units. Each rank holds the outer weights of its own shards of them, as one
+A fragment is a set of units. Each rank stores the outer weights of its shards of these units in one
 flat tensor, which is the only parameter of the fragment's outer optimizer.
 """
 
@@ -26,7 +26,7 @@ from fsdp_engine.memory.allocator import HOST, Memory
 
 # DiLoCo's outer optimizer (https://arxiv.org/abs/2311.08105, section 3).
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-_CHECKED = 2**20  # words of a checksum at once
+_CHECKED = 2**20  # number of words that one step of a checksum sums
 # The role under which `Engine.memory_bytes` reports outer weights.
 _ROLE = "outer weights"
 
@@ -36,8 +36,8 @@ class Exchange:
     """An exchange that has begun.
 
     Attributes:
-        movement: How far this replica has moved from the outer weights, 1-D. When ``ticket`` is
-            done, the mean over replicas.
+        movement: The outer weights minus this replica's main weights, 1-D. Once ``ticket`` is done,
+            their mean over replicas.
         ticket: The end of the communication; None: it is done.
         due: The number of the inner step after which the outer optimizer steps.
     """
@@ -53,7 +53,7 @@ class Fragment:
     Args:
         number: The index of the fragment.
         buffers: The trainable buffers of its units.
-        make_optimizer: Makes the outer optimizer from a list of one parameter.
+        make_optimizer: Function that makes the outer optimizer from a list of one parameter.
         memory: The memory of the engine.
         on_host: Whether outer weights are in memory of the host.
 
@@ -100,8 +100,8 @@ class Fragment:
         words = self._outer.detach().view(torch.uint8).view(torch.int32)
         total = 0
         for part in words.split(_CHECKED):
-            # Integers, so that it does not depend on an order of summation. In the sum of running
-            # sums each word has a weight of its own.
+            # Sums of integers do not depend on the order of summation. The sum of running sums
+            # multiplies each word by a different number, so it depends on their order.
             total = (31 * total + int(part.long().cumsum(0).sum())) % 2**63
         return total
 
@@ -117,7 +117,7 @@ class Fragment:
 
     @property
     def hyperparameters(self) -> str:
-        """The class and the hyperparameters of the outer optimizer, to compare."""
+        """The class and the hyperparameters of the outer optimizer as text, for comparisons."""
         return f"{type(self.optimizer).__name__} with {self.group}"
 
     @torch.no_grad()
@@ -138,11 +138,11 @@ class Fragment:
     @torch.no_grad()
     def step(self, movement: Tensor, alpha: float) -> None:
         """Step the outer optimizer, and move main weights to the outer weights. Parameters that
-        were frozen since ``shard()`` keep their outer weights, and the optimizer's state of them.
+        were frozen since ``shard()`` keep their outer weights and their outer optimizer state.
 
         Args:
             movement: The mean of :meth:`movement` over replicas.
-            alpha: The share of this replica's own main weights in the new ones.
+            alpha: The share of this replica's present main weights in the new ones.
         """
         self._outer.grad = movement.to(self._outer.device)
         flats = [self._outer.detach(), *self._elementwise_state()]
@@ -187,7 +187,8 @@ class Fragment:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Returns the state of the outer optimizer: for each of its keys, the values by parameter
-        name. Values that are not per element are equal for all parameters of the fragment."""
+        name. A value without an element per weight is the same for all parameters of the
+        fragment."""
         found: dict[str, dict[str, Any]] = {}
         for key, value in self.optimizer.state.get(self._outer, {}).items():
             if self._is_elementwise(value):
@@ -212,7 +213,8 @@ class Fragment:
         Args:
             weights, state, group, pending: As :meth:`weights`, :meth:`state`, :attr:`group` and
                 :meth:`pending` return them, possibly with further names, or full plain tensors.
-            due: When the outer step of the pending exchange is to be taken. None: there is none.
+            due: The inner step after which the outer step of the pending exchange is taken. None:
+                there is no pending exchange.
         """
         self._copy(weights, self._outer.detach())
         own: dict[str, Any] = {}
@@ -263,7 +265,7 @@ class Fragment:
         return isinstance(value, Tensor) and value.shape == self._outer.shape
 
     def _frozen_parts(self, flat: Tensor) -> Iterator[Tensor]:
-        """Yields this rank's parts of ``flat`` of parameters that were frozen since ``shard()``."""
+        """Yields the parts of ``flat`` for parameters that were frozen since ``shard()``."""
         for buffer, part in self._parts(flat):
             if all(param.requires_grad for param in buffer.sharded_params):
                 continue

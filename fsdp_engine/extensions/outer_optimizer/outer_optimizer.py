@@ -1,10 +1,10 @@
-"""DiLoCo: replicas train alone, and an outer optimizer averages how far they have moved.
+"""DiLoCo: replicas train independently, and an outer optimizer steps along their mean movement.
 
 The replicas are the rows of the mesh: the ranks of one replica are its inner axis. The engine is
 built over one row, so that gradients, norms and checkpoints are those of one replica. Every
-``every`` steps the replicas exchange their *movement*, the difference of the outer weights, which
-all replicas share, and their own weights. The mean movement is the gradient of the outer optimizer,
-which steps the outer weights; replicas then continue from these.
+``every`` steps the replicas exchange their *movement*: the outer weights, which all replicas share,
+minus their own weights. The mean movement is the gradient of the outer optimizer, which steps the
+outer weights. Replicas then continue from the outer weights.
 
 Sources: DiLoCo, https://arxiv.org/abs/2311.08105, algorithm 1; Streaming DiLoCo,
 https://arxiv.org/abs/2501.18512, algorithm 2 (fragments, delay, alpha, exchange in 4 bits).
@@ -56,8 +56,9 @@ class OuterOptimizer(EngineExtension):
             outer.step(engine)
         outer.synchronize(engine)
 
-    The engine is one replica's: its gradients, ``clip_grad_norm_``, state dicts and checkpoints are
-    of its ranks. Buffers, such as statistics of batch normalization, are each replica's own.
+    Each replica has an engine, whose gradients, ``clip_grad_norm_``, state dicts and checkpoints
+    include the ranks of this replica only. Buffers, such as statistics of batch normalization, are
+    not exchanged.
     ``engine.mesh.part_of`` is the mesh of all replicas.
 
     Outer weights, and the state of the outer optimizer, are sharded as optimizer state is along the
@@ -65,17 +66,17 @@ class OuterOptimizer(EngineExtension):
 
     Args:
         every: Number of inner steps between two exchanges of a parameter.
-        optimizer: Makes the outer optimizer from a list of one flat parameter, whose gradient is
-            the mean movement: an elementwise optimizer of ``torch.optim``. There is one for each
-            fragment.
+        optimizer: Function that makes the outer optimizer of a fragment from a list of one flat
+            parameter, whose gradient is the mean movement. The optimizer must be elementwise, such
+            as ``torch.optim.SGD``.
         bits: Bits per element of an exchange, 8 or 4 (see ``fe.QuantizedReduction``, without error
             feedback). None: fp32.
         fragments: Number of sets of units, which are exchanged at different steps, evenly spread
-            over ``every`` steps. "units": each unit is one.
-        delay: Number of inner steps beside which an exchange runs, below ``every``. What a replica
-            trains in these steps is only kept as far as ``alpha`` says.
+            over ``every`` steps. "units": each unit is a fragment.
+        delay: Number of inner steps during which an exchange runs, below ``every``. A replica
+            keeps only the share ``alpha`` of its progress in these steps.
         alpha: The share of a replica's own weights in the weights with which it continues, in [0,
-            1]; the rest are outer weights.
+            1]. The rest is the share of the outer weights.
         on_host: Store outer weights, and the outer optimizer's state, in memory of the host. They
             are always stored there if main weights are offloaded.
 
@@ -194,7 +195,7 @@ class OuterOptimizer(EngineExtension):
         """Compare the plan and the options between replicas.
 
         Raises:
-            ValueError: They differ. Raised on all ranks.
+            ValueError: They differ between replicas. Raised on all ranks.
         """
         whole, settings = setup.data.part_of, setup.settings
         assert whole is not None
@@ -215,7 +216,8 @@ class OuterOptimizer(EngineExtension):
         """Make the fragments, and observe the engine's steps.
 
         Raises:
-            Exception: A rank has no memory for outer weights, for example. Raised on all ranks.
+            Exception: Any error of a rank, such as too little memory for outer weights. Raised on
+                all ranks.
         """
         error: Exception | None = None
         try:
@@ -244,8 +246,8 @@ class OuterOptimizer(EngineExtension):
 
     def step(self, engine: Engine) -> None:
         """End an inner step: begin exchanges, and take the outer steps that are due. Call it after
-        each step of the optimizer, in all replicas equally often, also where the optimizer or a
-        ``GradScaler`` has skipped the step.
+        each step of the optimizer, equally often in all replicas, and also when the optimizer or a
+        ``GradScaler`` has skipped a step.
 
         Args:
             engine: An engine with this extension.
@@ -258,11 +260,11 @@ class OuterOptimizer(EngineExtension):
         _training_of(self, engine).step()
 
     def synchronize(self, engine: Engine) -> None:
-        """Exchange all weights now, so that all replicas have the outer weights as their own: at
+        """Exchange all weights, and set the main weights of all replicas to the outer weights: at
         the end of training, or before weights are exported. Collective over all replicas.
 
-        Exchanges that have begun end first. A parameter that was exchanged after the last inner
-        step is not exchanged again.
+        Exchanges that have begun are finished first. A parameter that was exchanged after the last
+        inner step is not exchanged again.
 
         Args:
             engine: An engine with this extension.
@@ -282,8 +284,8 @@ class OuterOptimizer(EngineExtension):
             engine: An engine with this extension.
 
         Raises:
-            RuntimeError: A forward or backward is running, or none has run before. Within the
-                context: a backward or a step of an optimizer begins.
+            RuntimeError: A forward or backward is running, or there are no outer weights before the
+                first backward. Within the context: a backward or a step of an optimizer begins.
             ValueError: The engine does not have this extension.
         """
         with _training_of(self, engine).swapped():
@@ -291,15 +293,15 @@ class OuterOptimizer(EngineExtension):
 
     def restart(self, engine: Engine) -> None:
         """Continue from the outer weights, after loading the state of another number of replicas.
-        What the replica had trained since its last exchange is dropped. Collective over all
-        replicas.
+        Each replica's progress since its last exchange is dropped. Collective over all replicas.
 
         Args:
             engine: An engine with this extension.
 
         Raises:
             RuntimeError: There are no outer weights, or a forward or backward is running.
-            ValueError: Replicas have loaded different outer weights. Or see :meth:`step`.
+            ValueError: Replicas have loaded different outer weights, or the engine does not have
+                this extension.
         """
         _training_of(self, engine).restart()
 
@@ -346,7 +348,7 @@ def _training_of(owner: OuterOptimizer, engine: Engine) -> OuterTraining:
 
 
 def _described(function: Any) -> str:
-    """Returns the name of a function, and the arguments that a ``partial`` has."""
+    """Returns the name of a function, with the arguments of a ``partial``."""
     if isinstance(function, partial):
         return f"{_described(function.func)} with {function.args}, {function.keywords}"
     name = getattr(function, "__qualname__", type(function).__qualname__)

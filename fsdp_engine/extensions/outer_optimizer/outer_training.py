@@ -4,8 +4,8 @@
     fragment 0             send step           send step
     fragment 1                       send step           send     ...
 
-A fragment is sent on the reduce lane of the outer axis, on which the engine itself has no work. So
-the exchange runs beside ``delay`` inner steps.
+A fragment is sent on the reduce lane of the outer axis, which the engine itself does not use. So
+the exchange runs concurrently with ``delay`` inner steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_engine.optim.step_listeners import add_step_listener
 from fsdp_engine.runtime.gradient_observer import GradientObserver
 
 _STEP = "OuterOptimizer.step()"
-_BLOCK = 256  # elements with a common scale
+_BLOCK = 256  # number of elements with a common scale in a quantized exchange
 
 
 class OuterTraining(GradientObserver):
@@ -38,7 +38,7 @@ class OuterTraining(GradientObserver):
     Args:
         engine: The engine, over the ranks of one replica.
         fragments: The fragments of the model.
-        owner: The extension whose object this is.
+        owner: The extension that created this object.
         every, delay, bits, alpha: The arguments of :class:`.OuterOptimizer`.
 
     Attributes:
@@ -70,10 +70,11 @@ class OuterTraining(GradientObserver):
         self._comm = _make_communicator(whole, bits)
         self.count = 0
         self.fragments = list(fragments)
-        self._has_values = False  # whether outer weights have values
+        self._has_values = False  # whether outer weights have been set
         self._is_compared = False  # whether replicas have compared them since the last load
         self._has_stepped = False  # whether an optimizer has stepped since construction
-        self._loaded_replicas = self.num_replicas  # of the state that was loaded last
+        # Number of replicas of the run that saved the state that was loaded last.
+        self._loaded_replicas = self.num_replicas
         # Whether a backward has begun since the last call of `step`, and the optimizers that have
         # stepped since that backward.
         self._has_gradients = False
@@ -82,12 +83,13 @@ class OuterTraining(GradientObserver):
         add_step_listener(self)
 
     def begin_backward(self) -> None:
-        """Take the weights of the first step as outer weights, and compare outer weights between
-        replicas in each of its backwards. (Weights may be loaded between them.)
+        """Set the outer weights to the main weights in each backward of the first step, since
+        weights may be loaded between them. Compare outer weights between replicas in these
+        backwards, and in the first backward after a load.
 
         Raises:
-            RuntimeError: The state of another number of replicas was loaded, and this replica still
-                has its own weights. Or other weights stand in for the model's.
+            RuntimeError: The state of another number of replicas was loaded, and :meth:`restart`
+                was not called. Or the model temporarily has other weights, as in :meth:`swapped`.
             ValueError: Replicas have different weights. Raised on all ranks.
         """
         self._engine.check_trained_weights("backward")
@@ -116,7 +118,7 @@ class OuterTraining(GradientObserver):
         # With a delay, exchanges that end now began before those that begin now.
         self._take_outer_steps()
         for fragment in due:
-            self._finish(fragment)  # one of a run with another delay, which was loaded
+            self._finish(fragment)  # an exchange that a run with another delay has saved
             self._send(fragment, self.count + self._delay)
         self._take_outer_steps()
 
@@ -168,13 +170,16 @@ class OuterTraining(GradientObserver):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the number of inner steps, outer weights, the outer optimizers' state and
-        hyperparameters, and the exchanges that have begun, after waiting for their communication:
-        with few bits all replicas have to save in the same step. Values of parameters are sharded
-        tensors by name, which share memory with this object.
+        hyperparameters, and the exchanges that have begun. Values of parameters are sharded tensors
+        by name, which share memory with this object.
+
+        Waits for the communication of the exchanges. With ``bits``, save all replicas after the
+        same inner step: on a CPU, a rank sends the second message of an exchange only while it
+        waits for it.
 
         Raises:
-            RuntimeError: Other weights stand in for the model's. Or the state of another number of
-                replicas was loaded, without a restart.
+            RuntimeError: The model temporarily has other weights, as in :meth:`swapped`. Or the
+                state of another number of replicas was loaded, and :meth:`restart` was not called.
         """
         what = "state of OuterOptimizer"
         self._engine.check_trained_weights(what)
@@ -193,11 +198,11 @@ class OuterTraining(GradientObserver):
         it is that of another replica.
 
         Raises:
-            TypeError, ValueError: The state is not complete, belongs to other parameters or to
-                another class of outer optimizer, or parameters of one fragment have been in
-                different fragments whose optimizers or exchanges differ; names a parameter. Nothing
-                is loaded.
-            RuntimeError: Other weights stand in for the model's.
+            TypeError, ValueError: The state is not complete, or belongs to other parameters or to
+                another class of outer optimizer. Or parameters of one fragment belonged to several
+                fragments whose optimizers or exchanges differ; names a parameter. Nothing is
+                loaded.
+            RuntimeError: The model temporarily has other weights, as in :meth:`swapped`.
         """
         self._engine.check_trained_weights("state of OuterOptimizer")
         check_state(state_dict, self.fragments)
@@ -219,7 +224,8 @@ class OuterTraining(GradientObserver):
         """Check that :meth:`step` was called after the last step of ``optimizer``.
 
         Raises:
-            RuntimeError: It was not, or other weights stand in for the model's.
+            RuntimeError: It was not called, or the model temporarily has other weights, as in
+                :meth:`swapped`.
         """
         if self._engine.is_stepped_by(optimizer):
             what = f"{type(optimizer).__name__}.step"
@@ -231,8 +237,8 @@ class OuterTraining(GradientObserver):
                 )
 
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """Remember that ``optimizer`` has stepped. Steps with a closure, before which
-        :meth:`optimizer_steps` is not called, are checked here.
+        """Record that ``optimizer`` has stepped. Steps with a closure are checked here, since
+        :meth:`optimizer_steps` is not called before them.
 
         Raises:
             RuntimeError: See :meth:`optimizer_steps`.
@@ -242,7 +248,7 @@ class OuterTraining(GradientObserver):
         if optimizer in self._stepped:
             self.optimizer_steps(optimizer)
         self._has_stepped = True
-        if self._has_gradients:  # not if a step without gradients only makes state
+        if self._has_gradients:  # A step without gradients only creates the optimizer's state.
             self._stepped.add(optimizer)
 
     def _check_at_rest(self, what: str) -> None:
@@ -262,8 +268,8 @@ class OuterTraining(GradientObserver):
         self._has_gradients = False
 
     def _begin(self, what: str, *, takes_weights: bool) -> None:
-        """Take the main weights as outer weights, if there are none or ``takes_weights``, and
-        compare outer weights between replicas. Collective over all replicas."""
+        """Set outer weights to the main weights if they have not been set or ``takes_weights`` is
+        true, and compare them between replicas. Collective over all replicas."""
         if not self._has_values or takes_weights:
             self._engine.missing_values.check()
             for fragment in self.fragments:
@@ -279,7 +285,7 @@ class OuterTraining(GradientObserver):
             ValueError: They differ. Raised on all ranks.
         """
         group = self._whole.control_group
-        if group is None or dist.get_backend(group) == "fake":  # one process stands for all ranks
+        if group is None or dist.get_backend(group) == "fake":  # one process simulates all ranks
             self._is_compared = True
             return
         own = (self.count, [(each.checksum, each.hyperparameters) for each in self.fragments])
@@ -365,7 +371,7 @@ def fragments_of(units: Sequence[Sequence[Any]], fragments: int | str) -> list[l
 
     Args:
         units: The trainable buffers of each unit.
-        fragments: Their number ``n``, or "units": one for each unit.
+        fragments: The number ``n`` of fragments, or "units": one fragment for each unit.
 
     Source: the strided pattern of Streaming DiLoCo, https://arxiv.org/abs/2501.18512, section 2.1.
     """

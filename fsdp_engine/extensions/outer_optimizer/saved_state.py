@@ -3,9 +3,10 @@
 weights      outer weights by parameter name
 optimizer    for each key of the outer optimizers' state, values by parameter name: tensors
              sharded like the parameter, or a number that a fragment's parameters share
-pending      mean movements by name, of exchanges whose outer step has not been taken
-fragments    for each fragment: names, the step of the last exchange, the step after which a
-             pending exchange ends, and the class and hyperparameters of the optimizer
+pending      mean movements by parameter name, for exchanges whose outer step has not been taken
+fragments    for each fragment: names of its parameters, the inner step of the last exchange, the
+             inner step after which a pending exchange ends, and the class and hyperparameters of
+             the outer optimizer
 """
 
 from __future__ import annotations

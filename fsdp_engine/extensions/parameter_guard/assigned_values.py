@@ -25,7 +25,8 @@ class AssignedValues:
         places: Every place of every parameter.
 
     Attributes:
-        assigned: Names of and weak references to parameters of the user whose values were copied.
+        assigned: For each ``nn.Parameter`` of the user whose values were copied: the name of the
+            parameter that has taken them, and a weak reference to the user's ``nn.Parameter``.
     """
 
     def __init__(self, places: Sequence[ParamPlace]) -> None:
@@ -35,8 +36,8 @@ class AssignedValues:
         self._storages: set[int] | None = None
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check that an optimizer does not step a tensor that the user has assigned to a parameter:
-        it must step the parameter.
+        """Check that an optimizer steps no tensor that the user has assigned to a parameter. It
+        must step the parameter instead.
 
         Raises:
             RuntimeError: The optimizer steps such a tensor; names the parameter.
@@ -136,9 +137,9 @@ class AssignedValues:
 
 
 def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:
-    """Returns whether ``value`` holds this rank's elements of ``sharded``: ``distribute_tensor``
-    made it with the parameter's placements or over the mesh of tensor parallelism, or it is
-    replicated."""
+    """Returns whether ``value`` holds this rank's elements of ``sharded``. It does if
+    ``distribute_tensor`` created it with the parameter's placements or over the mesh of tensor
+    parallelism, or if it is replicated."""
     if not isinstance(sharded, FlatDTensor):
         return is_replicated(value)
     flat = sharded.flat_placement
@@ -148,7 +149,8 @@ def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:
 
 
 def _address(tensor: Tensor) -> tuple[int, int]:
-    """Returns the addresses of the tensor's storage and first element; zeros without memory."""
+    """Returns the addresses of the tensor's storage and first element; 0 where there is no
+    memory."""
     local = tensor.local if isinstance(tensor, FlatDTensor) else tensor
     if isinstance(local, DTensor) or type(local) not in (Tensor, nn.Parameter) or local.is_meta:
         return 0, 0

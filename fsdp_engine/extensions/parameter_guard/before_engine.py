@@ -41,12 +41,12 @@ class _Pending:
 
 
 class AssignedBeforeEngine:
-    """Handles assignments until the engine is constructed; see the module docstring. The engine
-    replaces it by its guard.
+    """Handles assignments until the engine is constructed; see the module docstring. The guard of
+    the engine replaces it.
 
     Args:
         unit: The unit whose parameters are assigned to.
-        communicators: The communicators of the model, on which ranks agree on tied values.
+        communicators: The communicators of the model, with which ranks compare tied values.
         give_memory: Allocates the memory of a unit on the meta device.
     """
 
@@ -64,17 +64,18 @@ class AssignedBeforeEngine:
 
     @property
     def assigned(self) -> list[tuple[str, Tensor]]:
-        """Users' parameters that were copied and still exist, with the names of the targets."""
+        """For each ``nn.Parameter`` of the user that was copied and still exists: the name of the
+        parameter that has taken its values, and the user's ``nn.Parameter``."""
         names = {each.name: _current_name(each) for each in self._places}
         found = ((names[name], reference()) for name, reference in self._values.assigned)
         return [(name, param) for name, param in found if param is not None]
 
     def is_pending(self, param: Tensor) -> bool:
-        """Returns whether ``param`` has a value while other parameters of the unit lack one."""
+        """Returns whether ``param`` has a value that is kept until the whole unit has values."""
         return id(param) in self._pending
 
     def drop_pending(self) -> None:
-        """Drop pending values after the unit's memory was allocated in another way."""
+        """Drop pending values: the unit's memory is allocated, so they need not be kept."""
         self._pending.clear()
 
     def parameter_assigned(self, module: nn.Module, attribute: str, value: Tensor) -> Tensor:

@@ -7,8 +7,8 @@
 
 Torch's registration hooks report assignments immediately, at no cost in a step. Assignments that
 bypass the hooks (``module._parameters[...] = ...``) are found by the next forward of the root,
-which compares all places in one pass, and by every save. The same check finds FSDP2's all-gather
-hooks on a parameter or on its slice.
+which compares all places in one pass, and by every save. The same check refuses all-gather hooks of
+FSDP2 on a parameter or on its slice.
 """
 
 from __future__ import annotations
@@ -70,14 +70,16 @@ class AssignmentGuard(ParameterGuard):
         self._holders = [place.module._parameters for place in places]
         self._keys = [place.attribute for place in places]
         self._expected = [place.sharded for place in places]
-        # Only these classes are checked for marks: others may have all-gather hooks of their own.
+        # Only parameters of these classes are checked for marks. Other classes may have all-gather
+        # hooks of their own.
         self._slices = [each for each in self._expected if isinstance(each, FlatDTensor)]
         self._plain = [each for each in self._expected if type(each) in (nn.Parameter, FlatDTensor)]
         for module in model.modules():
             watch(module, self)
 
     def start(self, hooked: Iterable[nn.Module]) -> None:
-        """See the class. Makes copying and DistributedDataParallel raise errors."""
+        """See the class. Makes copies of ``hooked`` modules raise errors, and, if the model is
+        sharded, ``DistributedDataParallel``."""
         for module in hooked:
             refuse_copies(module)
         if not all(buffer.is_plain for unit in self._units for buffer in unit.buffers):
@@ -87,7 +89,7 @@ class AssignmentGuard(ParameterGuard):
         """Take values that were assigned without torch's hooks.
 
         Raises:
-            ValueError: A value is not valid, or a parameter was marked as one of another class
+            ValueError: A value is not valid, or a parameter has marks of another parameter class
                 (:meth:`.ParamClass.refuse_marked`); names the parameter.
         """
         found = map(dict.get, self._holders, self._keys)
@@ -101,10 +103,11 @@ class AssignmentGuard(ParameterGuard):
                         each.refuse_marked(place.name, place.sharded)
 
     def check_all(self) -> None:
-        """Check like :meth:`check` before a save, and that every parameter belongs to a unit.
+        """Check like :meth:`check` before a save, and refuse parameters that belong to no unit and
+        were added after ``shard()``.
 
         Raises:
-            ValueError: A parameter belongs to no unit; names the first one.
+            ValueError: See :meth:`check`. Or such a parameter was found; names the first one.
         """
         if self.paused:
             return
@@ -173,7 +176,8 @@ class AssignmentGuard(ParameterGuard):
             raise _unknown(f"{self._name_of(module)}{attribute}")
         present = module._parameters.get(attribute)
         if isinstance(module, nn.RNNBase) and present is not None:
-            list_flat_weights(module)  # The module has already put the value into its own list.
+            # The module has already put the value into its list of weights. Restore the list.
+            list_flat_weights(module)
         if value is present:
             return value
         if present is place.full and place.full is not place.sharded:
@@ -235,9 +239,9 @@ def _unknown(name: str) -> ValueError:
 
 
 def watch(module: nn.Module, guard: object) -> None:
-    """Report assignments to ``module`` to ``guard`` while it exists, by the calls
-    ``parameter_assigned(module, attribute, value)``, which returns the tensor to store, and
-    ``module_assigned(module, attribute, value)``."""
+    """Report assignments to ``module`` to ``guard`` while ``guard`` exists. A parameter is reported
+    by ``guard.parameter_assigned(module, attribute, value)``, which returns the tensor to store, a
+    module by ``guard.module_assigned(module, attribute, value)``."""
     _GUARDS[module] = weakref.ref(guard)
     _register_hooks()
 
@@ -273,7 +277,8 @@ def refuse_copies(module: nn.Module) -> None:
 
 
 class _Unreplicated:
-    """Parameter names to ignore, which ``DistributedDataParallel`` reads first. Raises an error."""
+    """Parameter names that ``DistributedDataParallel`` is to ignore. It reads them before anything
+    else, and reading them raises an error."""
 
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(

@@ -12,7 +12,15 @@ from fsdp_engine.runtime.unit import Unit
 
 @dataclass(frozen=True)
 class ParamPlace:
-    """One place of a parameter: its name, names tied to it, and its full and sharded tensors."""
+    """One place of a parameter.
+
+    Attributes:
+        name: The first name of the parameter.
+        others: The other names of a tied parameter.
+        module, attribute: The module that holds the parameter, and the name of its attribute.
+        full: The full parameter, which the module holds in forward and backward.
+        sharded: The sharded parameter, which the module holds otherwise.
+    """
 
     name: str
     others: tuple[str, ...]

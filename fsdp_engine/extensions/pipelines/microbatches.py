@@ -5,11 +5,11 @@
     zero bubble    F0 F1 I0 F2 I1 W0 I2 W1 W2        I: gradients of inputs, W: of weights
 
 [Note: Several microbatches]
-The code that runs such a schedule passes the microbatch of each forward and backward, and whether a
-backward is the last one of the step. Without the microbatch, the gradients of a unit would be
-complete only at the end of the backward, because backwards of other microbatches are pending: where
-gradients are sharded, all gradients of a stage would be staged at the same time. If the last
-backward were unknown, every backward would reduce over all axes.
+The code that runs such a schedule tells the engine the microbatch of each forward and backward, and
+whether a backward is the last one of the step. Without the microbatch, the gradients of a unit
+would be complete only at the end of the backward, because backwards of other microbatches are
+pending: where gradients are sharded, all gradients of a stage would be staged at the same time. If
+the last backward were unknown, every backward would reduce over all axes.
 
 Both parts of a split backward call ``autograd.grad``, which accumulates no gradients. Therefore
 
@@ -30,9 +30,9 @@ in ``backward_dw()`` (Transformer Engine's modules with ``delay_wgrad_compute=Tr
 - accepts callbacks in ``register_wgrad_accumulation_and_reduce_hooks(callback)``, and calls them
   without arguments once the gradients are in ``.grad`` of its parameters.
 
-Until then the reduction of the unit and later reductions of the canonical order wait. The full
-parameters stay installed in their modules (without memory if parameters are sharded), because the
-module stores the gradient in their ``.grad``.
+Until then the reduction of the unit waits, and so do the later reductions in the canonical order.
+The full parameters stay installed in their modules (without memory if parameters are sharded),
+because the module stores the gradient in their ``.grad``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WeightGradients(NamedTuple):
 
     Attributes:
         params: The full parameters that get the gradients.
-        compute: Adds the gradients to ``.grad`` of ``params``.
+        compute: Function that sets ``.grad`` of ``params`` to the gradients.
     """
 
     params: Sequence[nn.Parameter]
@@ -192,7 +192,7 @@ class Microbatches:
         order = [scheduler.units[index] for index in reversed(scheduler.reductions.canonical_order)]
         turns = {unit.index: turn for turn, unit in enumerate(order)}
         todo: dict[int, list[WeightGradients]] = {}
-        # Sort them: torch's order differs between steps, and with it the peak of memory would.
+        # torch's order differs between steps. Without sorting, so would the peak of memory.
         for each in sorted(gradients, key=self._last_place, reverse=True):
             units = [self._places[id(param)][0] for param in each.params]
             first = min(units, key=lambda unit: turns[unit.index])
@@ -287,7 +287,7 @@ class _Awaited:
     """A parameter whose gradient is computed after backward.
 
     Attributes:
-        is_due: Whether autograd has passed the module since the last gradient was computed.
+        is_due: Whether the module's backward has begun since this gradient was last computed.
     """
 
     def __init__(
@@ -313,7 +313,11 @@ class _Awaited:
             self._scheduler.begin_gradient(self._unit)
 
     def arrived(self) -> None:
-        """Write the gradient that the module has computed into the gradients of its unit."""
+        """Write the gradient that the module has computed into the gradients of its unit.
+
+        Raises:
+            RuntimeError: The module's backward has not begun, or ``.grad`` is None.
+        """
         param = self._buffer.full_params[self._index]
         grad, param.grad = param.grad, None
         if not self.is_due or grad is None:

@@ -6,14 +6,14 @@ that runs, whether a backward is the last one, and which part of a backward runs
 ([Note: Several microbatches] in ``microbatches.py``).
 
 [Note: Received tensors]
-A message is received into a tensor. torch's stage holds one such tensor for every message of a step
-from its first step on: for 64 microbatches of 8,192 tokens with 16,384 features in bf16, these are
-32 GiB between two neighbours. This stage allocates the tensor when the message is received and
-frees it after the backward that uses it, so there is one for each microbatch in flight. Before and
-after, torch's record of the message holds a meta tensor of the same shape, strides and dtype, which
-all microbatches share. Schedules keep losses (and outputs, if the user wants them) until the end of
-the step. Their graphs would keep the tensors that the last stage has received, so they are detached
-after the backward, as torch does in backwards of inputs.
+A message is received into a tensor. From its first step on, torch's stage holds one such tensor for
+every message of a step: with 64 microbatches of 8,192 tokens with 16,384 features in bf16, both
+directions between two neighbours take 32 GiB. This stage allocates the tensor when the message is
+received and frees it after the backward that uses it, so there is one for each microbatch in
+flight. Before and after, torch's record of the message holds a meta tensor of the same shape,
+strides and dtype, which all microbatches share. Schedules keep losses (and outputs, if the user
+wants them) until the end of the step. The graphs of these would keep the tensors that the last
+stage has received, so they are detached after the backward, as torch does in backwards of inputs.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class PipelineStage(stage.PipelineStage):
     ) -> None:
         """Set the gradients of a microbatch's outputs from a stage on the same rank, like torch's
         stage."""
-        if any(each is None for each in next_stage_bwd_outputs):  # torch zeroes the tensor.
+        # For a gradient that is None, torch zeroes the received tensor, so it needs memory.
+        if any(each is None for each in next_stage_bwd_outputs):
             self._allocate(self.grad_recv_info[mb_index])
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
@@ -324,7 +325,8 @@ def _compute(
                 outputs.append(grad)
     if not edges:
         return
-    # A gradient that reaches an intermediate through another one is already part of its gradient.
+    # The gradient of an intermediate already contains everything that reaches the intermediate
+    # through others. So hooks replace the gradients that autograd computes for intermediates.
     several = grads.items() if len(grads) > 1 else ()
     handles = [node.register_prehook(lambda _, all=each: all) for node, each in several]
     try:

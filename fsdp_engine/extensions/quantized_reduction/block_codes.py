@@ -1,24 +1,26 @@
-"""Few bits per element, with one scale for each block of elements.
+"""Encodes tensors in few bits per element, with one scale for each block of elements.
 
     values + errors --/ scale--> whole numbers --> codes (1 byte, or 2 codes in a byte)
     scale = largest magnitude of the block / largest code
 
-A message has the codes of all blocks, followed by their scales in fp32. NaN and Inf have the code
-below the least one, which decodes to NaN. The other elements of such a block keep their values.
+A message has the codes of all blocks, followed by their scales in fp32. NaN and Inf are encoded as
+the least code minus one, which decodes to NaN. They do not change the other elements of the block.
 
 Worked example with 8 bits for a block with (1.27, -0.5, 0.004, 0, ...): the scale is 1.27 / 127 =
 0.01, the codes are 127, -50, 0, 0, and they decode to 1.27, -0.5, 0, 0. The *error* of the third
-element is 0.004. Errors are at most half a scale, and are kept in codes of 8 bits, too: with 254
-steps in a scale, that of the third element is round(0.4 * 254) = 102.
+element, its value minus its decoded value, is 0.004. Errors are at most half a scale, and are
+stored in codes of 8 bits, too: with 254 steps in a scale, the code of the third element's error is
+round(0.4 * 254) = 102.
 
 [Note: Bounded errors]
-Errors are as large as the gradients that they are of. Users drop or clip large gradients (a
-``GradScaler`` skips the step, ``clip_grad_norm_`` scales it), and would have their errors in the
-next step at full size. So errors are added with at most ``_MOST_ERRORS`` times the scale that the
-new values have without them; errors of much larger values shrink.
+The size of errors is proportional to that of the encoded gradients. If a large gradient is dropped
+or clipped (a ``GradScaler`` skips the step, ``clip_grad_norm_`` scales the gradient), its errors
+would still be added to the next step at full size. So errors are decoded with at most
+``_MOST_ERRORS`` times the scale that the new values have without errors: errors of much larger
+values shrink.
 
-A block of zeros, for example of parameters that a step does not use, sends zeros, and keeps its
-errors for the next values.
+A block of zeros, for example of parameters that a step does not use, is sent as zeros. Its errors
+are kept for the next values.
 """
 
 from __future__ import annotations
@@ -34,11 +36,12 @@ from fsdp_engine.memory import allocator
 
 # The largest code by number of bits. The least code is its negative.
 LARGEST = {8: 127, 4: 7}
-# Number of steps of an error in a scale.
+# Number of steps into which a scale is divided to encode errors.
 _STEPS = 254
 # See [Note: Bounded errors].
 _MOST_ERRORS = 2.0
-# Blocks of smaller magnitudes become zero. Its reciprocal times `_STEPS` is finite in fp32.
+# The least scale. Blocks of smaller magnitudes become zero. `_STEPS` / `_LEAST_SCALE` is finite in
+# fp32.
 _LEAST_SCALE = 1e-35
 # Larger numbers, which only fp64 has, become the largest one of fp32.
 _MOST = torch.finfo(torch.float32).max
@@ -124,11 +127,11 @@ class BlockCodes:
             rows.add_(kept)
             most = torch.linalg.vector_norm(finite.add_(kept), math.inf, 1)
         scales = most.div(largest)
-        # The largest code times the largest scale is not rounded to Inf.
+        # With this upper limit, the largest code times the largest scale is not rounded to Inf.
         scales = scales.clamp_(_LEAST_SCALE, _MOST / (largest + 0.01)).to(torch.float32)
         num_codes = messages.shape[1] - blocks * _SCALE_BYTES
         messages[:, num_codes:].view(torch.float32).copy_(scales.view(parts, blocks))
-        # In steps of errors, and then in whole scales.
+        # `rows` counts steps of errors, `numbers` whole scales.
         rows.mul_((_STEPS / scales).unsqueeze(1))
         numbers = torch.div(rows, _STEPS, out=finite).round_()
         bad = float(-largest - 1)
@@ -136,7 +139,7 @@ class BlockCodes:
         messages[:, :num_codes].copy_(self._packed(codes).view(parts, num_codes))
         if errors is not None:
             rows.sub_(numbers, alpha=_STEPS).round_().nan_to_num_(0.0, 0.0, 0.0)
-            # A block of zeros has sent zeros, and keeps its errors.
+            # A block of zeros was sent as zeros, without its errors, which are kept.
             is_zero = limit == 0.0
             kept_codes = errors.codes.view_as(rows)
             kept_codes.copy_(torch.where(is_zero.unsqueeze(1), kept_codes, rows))

@@ -1,10 +1,10 @@
 """A communicator that sends gradients as codes: see ``quantized_reduction.py``.
 
-[Note: What errors hold]
-A rank keeps the errors of what it sends: of the shards of other ranks, and of the sums that it
-gathers. Its own summand is added without encoding, so it has no errors. Errors belong to the
-elements of a buffer on this rank. A checkpoint has their sums over ranks, if asked for: see
-``kept_errors.py``.
+[Note: Errors of a rank]
+A rank stores the errors of its messages: of its summands for the shards of other ranks, and of the
+sum of its own shard, if all ranks gather the sums. A rank adds its summand of its own shard without
+encoding it, so this summand has no errors. Errors belong to the elements of a buffer on this rank.
+A checkpoint can contain their sums over ranks: see ``kept_errors.py``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class QuantizedCommunicator(Communicator):
         group: The ranks of the axis.
         device: The device of the tensors.
         codes: The encoding.
-        memory: Allocates errors. None: errors are not kept.
+        memory: The allocator of errors. None: errors are not kept.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class QuantizedCommunicator(Communicator):
         self._others = [range(self.rank), range(self.rank + 1, self.size)]
         # By tag of the messages, and by the rank of the first row of a matrix of `_ranges`.
         self._errors: dict[tuple[int, int], Errors] = {}
-        # By tag of the reduction: values that are added to its next sum, and where they begin.
+        # By tag of the reduction: values to add to its next sum, and the first element that they
+        # are added to.
         self._loaded: dict[int, tuple[int, Tensor]] = {}
-        # Those that the last sum was given.
+        # The same of the last sum, whose values the lane may still read.
         self._added: dict[int, tuple[int, Tensor]] = {}
 
     def reduce_scatter(
@@ -92,7 +93,8 @@ class QuantizedCommunicator(Communicator):
         """See :class:`Communicator`. Sums are in fp32 at least, whatever ``reduce_dtype`` is."""
         total = allocator.empty(real(self.part(full)).numel(), wide(full), full.device)
         yield from self._sum(full, total, tag)
-        # The host runs ahead: the lane may still read the values of the last call.
+        # Values of the last call could not be freed in that call, since the host runs ahead of the
+        # lane that reads them.
         self._added.pop(tag, None)
         if tag in self._loaded:
             start, values = self._added[tag] = self._loaded.pop(tag)
@@ -114,7 +116,7 @@ class QuantizedCommunicator(Communicator):
         """See :class:`Communicator`. Each rank decodes its own shard, too."""
         shard = real(self.part(full) if source is None else source).unsqueeze(0)
         ranges = list(self._ranges(full, [range(self.size)]))
-        # Shards differ by one element if there are fewer elements than ranks could share equally.
+        # Shards differ by one element if the ranks cannot share the elements equally.
         num_bytes = max(self._codes.num_bytes(shards.shape[1]) for _, shards in ranges)
         gathered = allocator.empty(num_bytes * self.size, torch.uint8, full.device)
         messages = gathered.view(self.size, num_bytes)
@@ -130,7 +132,7 @@ class QuantizedCommunicator(Communicator):
         """Add all errors of a reduction to this rank's summand.
 
         Args:
-            summand: A tensor of the size that reductions with this tag have.
+            summand: A tensor with as many elements as the reductions with this tag.
             tag: The tag of the reduction.
             factor: Multiplies the errors of gathered sums: the number of ranks if collectives
                 average, since these errors are of averages.
@@ -147,7 +149,7 @@ class QuantizedCommunicator(Communicator):
             own[start : start + values.numel()].add_(values)
 
     def drop_errors(self, tag: int) -> None:
-        """Forget the errors of a reduction."""
+        """Set the errors of a reduction to zero."""
         self._loaded.pop(tag, None)
         for (of_tag, _), errors in self._errors.items():
             if of_tag in (tag, tag + 1):

@@ -1,9 +1,9 @@
 """The errors of quantized reductions in checkpoints.
 
-A rank's errors belong to its part of the buffers, so another number of ranks or another level has
-no use for them. What training loses with them is their sum over ranks: the amount by which the
-next gradient should be larger. ``state_dict`` computes it, in the layout of main weights. After
-``load_state_dict`` the owner of each element adds it to the next sum, once.
+A rank's errors belong to its part of the buffers, so they cannot be loaded with another number of
+ranks or at another level. Training needs only their sum over ranks: the amount that the messages so
+far lack. ``state_dict`` computes this sum, in the layout of main weights. After ``load_state_dict``
+the owner of each element adds it to the next sum of gradients, once.
 
     errors of ranks --sum along the inner axis--> --sum along the outer axis--> main shard
 """
@@ -36,8 +36,9 @@ class KeptErrors:
         engine: The engine.
 
     Raises:
-        ValueError: Gradients are sent in fp16, in which they are scaled. Or tensor-parallel
-            parameters are at ``no_shard``: ``extra`` cannot have DTensors. Names a parameter.
+        ValueError: Gradients are sent in fp16: a ``GradScaler`` multiplies them, and so the errors,
+            by a number that changes. Or tensor-parallel parameters are at ``no_shard``, whose
+            errors would be DTensors, which ``extra`` cannot contain. The message names a parameter.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -73,9 +74,10 @@ class KeptErrors:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace all errors by those of ``state_dict``, also of other ranks or levels. They are
-        dropped where nothing is quantized, for example along an axis of one rank. Warns about
-        parameters that only one side has, whose errors are dropped or zero.
+        """Replace all errors by those of ``state_dict``, which may be from another number of ranks
+        or another level. Errors of buffers that this engine does not quantize, for example on one
+        rank, are dropped. Warns about parameters that only the engine or only ``state_dict`` has:
+        their errors are zero or dropped.
 
         Raises:
             ValueError: A parameter has another shape; names it. Nothing is loaded.
@@ -134,7 +136,8 @@ class KeptErrors:
         for name, view in main_views(buffer, values).items():
             if name in state_dict:
                 local_part(view).copy_(part_like(state_dict[name], view))
-        # They are added to the sum along the last quantized axis. Later sums contain them.
+        # The values are added to the sum along the last quantized axis. Sums along later axes then
+        # contain them.
         last: tuple[int, QuantizedCommunicator] | None = None
         factor = 1.0
         for index, axis in enumerate(AXIS_BELOW_DEPTH):

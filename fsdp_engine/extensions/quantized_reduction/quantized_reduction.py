@@ -2,8 +2,8 @@
 
     summands + errors --encode--> all-to-all --decode--> sums in fp32 --encode--> all-gather
 
-The all-gather follows where all ranks of the axis receive the sum. Its result is decoded from the
-same bytes on each rank, this one included, so that replicas stay equal bit by bit. Sources: ZeRO++
+The all-gather takes place along axes all of whose ranks need the sum. Each rank decodes all sums
+from the gathered bytes, also its own, so that replicas stay equal bit by bit. Sources: ZeRO++
 (arXiv 2306.10209) for the all-to-all in blocks, LoCo (arXiv 2407.04480) for errors in 8 bits.
 """
 
@@ -47,7 +47,7 @@ class QuantizedReduction(EngineExtension):
             1 + 4 / ``block`` bytes for each element that this rank sends, on the host if gradients
             are stored there or on a disk (``fe.Offload``). With a ``GradScaler``, errors of the
             step before a change of the scale are added with the wrong scale. Before a CUDA graph
-            is captured, train a step, and load a checkpoint first.
+            is captured, load any checkpoint, and then train a step.
 
     Raises:
         ValueError: An argument has a value that is not allowed. Raised by ``fe.shard`` on all
@@ -69,7 +69,7 @@ class QuantizedReduction(EngineExtension):
             raise ValueError(f"block: expected a positive multiple of 8; found {self.block!r}")
 
     def prepare(self, setup: EngineSetup, resources: Resources) -> None:
-        """Check the memory of the engine.
+        """Check that memory for messages can be allocated in each reduction.
 
         Raises:
             ValueError: All memory of collectives is allocated when the engine is made.
@@ -83,7 +83,7 @@ class QuantizedReduction(EngineExtension):
     def start(self, engine: Engine) -> None:
         """Replace the communicators of reductions, which are not in use yet."""
         codes = BlockCodes(self.bits, self.block)
-        # Reductions of different buffers and axes have errors of their own.
+        # Tags of the messages of buffers whose gradients are not stored on the device.
         on_host = [
             tag
             for each in engine.buffers

@@ -11,7 +11,8 @@ from fsdp_engine.memory.allocator import Ledger
 
 
 class Peak:
-    """Records the largest number of bytes held since its creation, independently of other peaks.
+    """Records the peak of a ledger's bytes since this object was created. Several of these objects
+    may watch the same ledger.
 
     Attributes:
         held: Bytes by role at the moment of the peak.

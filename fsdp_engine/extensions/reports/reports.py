@@ -64,7 +64,7 @@ class Waited:
 
 
 class Measurement:
-    """Results of one ``engine.measure()`` on this rank, final or so far; ``str`` gives a table.
+    """Results of one ``engine.measure()`` on this rank, also while it runs; ``str`` gives a table.
 
     Measuring does not change how steps run, and causes no host sync, but it resets torch's peak of
     allocated memory on CUDA. Several measurements may be open at the same time and may start at any
@@ -121,7 +121,7 @@ class Measurement:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock time for which the measurement was open, including everything in between."""
+        """Wall-clock time for which the measurement was open."""
         self._look()
         return self._seconds
 
@@ -233,10 +233,10 @@ def _table(
     """Returns a table with a row for each unit, and a last row for all of them.
 
     Args:
-        heading: The heading of the column of names.
+        heading: The heading of the first column, which has the names.
         names: The name of each row. Names of deep modules differ at their ends, so long names are
             folded and not truncated.
-        columns: The heading, the cells and the last cell of each other column.
+        columns: For each other column: the heading, the cells, and the cell of the last row.
         title: The title of the table.
     """
     # rich is imported here, since most training runs print no table.
@@ -275,7 +275,7 @@ class UnitRow:
         num_parameters: Number of parameters.
         num_elements: Number of elements of the parameters.
         padding: Number of padding elements in the flat buffers.
-        weight_bytes: Bytes of main and compute weights at rest.
+        weight_bytes: Bytes of main and compute weights while the unit is not in use.
         grad_bytes: Bytes of gradients between their first reduction and their clearing.
         full_bytes: Additional bytes of full parameters while the unit is in use.
         staging_bytes: Additional bytes of full gradients until they are reduced.

@@ -8,9 +8,9 @@ the default group every half second for requests of other ranks; a rank that tra
 In large jobs it checks less often, so that all ranks together check at most 500 times a second.
 
 A rank whose wait has failed sends a request: it increments a number in the store, and every thread
-answers with the activity of its rank. A rank that does not answer has ended (this is certain, and
-known at once, for a process on the same machine) or cannot be reached. A rank that ends normally
-leaves a last message.
+answers with the activity of its rank. A rank that does not answer has ended, cannot be reached, or
+still trains. If its process is on the same machine, its end is detected at once. A rank that ends
+normally leaves a last message.
 
 A rank that raises while others wait for it can leave them a reason (``give_reason``): their waits
 then fail with that error.
@@ -60,7 +60,8 @@ MOST_CHECKS_PER_SECOND = 500
 ANSWER_SECONDS = 3.0
 # Number of recent submissions of a lane that are kept to find the one that is stuck.
 _MOST_RECENT = 256
-# Number of recent runs of forwards from one line that are kept to find those that ranks differ in.
+# Number of recent runs of forwards from one line that are kept to find the first difference between
+# ranks.
 _MOST_RUNS = 64
 _SLICE = timedelta(seconds=1)
 _MOST_NAMED = 8
@@ -150,7 +151,7 @@ class ForwardLines:
         self.num_forwards += 1
 
     def as_json(self) -> str:
-        """Returns the number of forwards and the first number and the place of each run."""
+        """Returns a :data:`_Lines` of this rank as JSON."""
         num_forwards = self.num_forwards
         # The training thread may append to the deque, which must not be iterated in Python.
         runs = list(self._runs)
@@ -236,7 +237,7 @@ class StallMonitor(Monitor):
         return not self._over.is_set() and self._group() is dist.group.WORLD
 
     def end(self) -> None:
-        """Publish a last message, unless that is done, and end the thread. It must end before the
+        """Publish a last message, if none was published, and end the thread. It must end before the
         interpreter: a thread within a call of the store would abort the process."""
         if not self._over.is_set():
             error = getattr(sys, "last_value", None)
@@ -337,8 +338,8 @@ class StallMonitor(Monitor):
             time.sleep(pause)
 
     def has_alarm(self) -> bool:
-        """Returns whether, since the last call, a rank has found that another one has ended, or has
-        left this rank a reason to fail."""
+        """Returns whether some rank has detected the end of another rank since the last call, or
+        has left this rank a reason to fail."""
         before, self._alarms = self._alarms, self._store.add("alarms", 0)
         return self._alarms > before or self.reason() is not None
 
@@ -402,7 +403,7 @@ class StallMonitor(Monitor):
             self._publish({"gone": why, "last": ACTIVITY.last})
 
     def _log_stalls(self) -> None:
-        """Log each operation that takes too long once."""
+        """Log each operation that takes too long, once for each operation."""
         now, waits = time.monotonic(), ACTIVITY.waits
         if waits is not self._seen:
             self._seen, self._seen_at = waits, now
@@ -467,10 +468,11 @@ def _user_frame(thread: int) -> str:
 def first_difference(mine: _Lines, theirs: _Lines, rank: int) -> str:
     """Returns a text with the first forward that two ranks began at different lines.
 
-    It is "" if none is known: each rank knows its latest runs.
+    The text is "" if no such forward is known: each rank stores only its latest runs.
 
     Args:
-        mine: The number of this rank's forwards, and the first number and the place of each run.
+        mine: This rank's number of forwards, and for each run the number of its first forward and
+            its place.
         theirs: The same of the other rank.
         rank: The other rank.
     """
@@ -488,7 +490,7 @@ def first_difference(mine: _Lines, theirs: _Lines, rank: int) -> str:
     return ""
 
 
-# The number of forwards, and the first number and the place of each run.
+# The number of forwards, and for each run the number of its first forward and its place.
 _Lines = tuple[int, list[tuple[int, str]]]
 
 

@@ -41,7 +41,8 @@ class TensorsWithHooks(ParamClass):
         return made
 
     def any_marked(self, tensors: Iterable[Tensor]) -> bool:
-        """See :class:`ParamClass`. Checks in C whether any tensor has a hook as its attribute."""
+        """See :class:`ParamClass`. Checks in C whether any tensor has the pre hook, which its class
+        lacks."""
         return any(map(hasattr, tensors, repeat(PRE)))
 
     def refuse_marked(self, name: str, param: Tensor) -> None:

@@ -1,10 +1,10 @@
 """Parameters of tensor classes with FSDP2's all-gather hooks: ``fsdp_pre_all_gather`` and
 ``fsdp_post_all_gather``, e.g. torchao's float8 and int8 mixed-precision training.
 
-The hooks expect a shard of complete rows, equally many on each rank, but slices here are flat. So
-main weights are gathered in their own dtype, and the hooks run on the full parameter, with a mesh
-that contains only this rank, which they support. Values are those of a parameter that is not
-sharded, at every level and for any number of ranks.
+The hooks expect that each rank's shard has complete rows, and the same number of them, but slices
+in this engine are flat. So main weights are gathered in their own dtype, and the hooks run on the
+full parameter, with a mesh that contains only this rank, which they support. At every level and for
+any number of ranks, results equal those with a parameter that is not sharded.
 
     main[OPTIM] --gather--> full --pre hook--> encoded --post hook--> parameter that modules use
 
@@ -90,7 +90,7 @@ def tensor_hooks(
 
 def with_values(param: Tensor, values: Tensor) -> Tensor:
     """Returns a tensor of the class of ``param``, which may be on the meta device, with plain
-    ``values`` of its shape; over their memory if the class allows it."""
+    ``values`` of its shape. It shares memory with ``values`` if the class allows it."""
     with torch.no_grad():
         return _wrapped(_empty_like(param, values.dtype, values.device), values)
 
@@ -110,7 +110,7 @@ def plain_values(tensor: Tensor) -> Tensor:
 
 
 class TensorHooksCodec(ParamCodec):
-    """Codec that runs the hooks after each gather; see the module docstring. One for each buffer.
+    """The codec of one buffer, which runs the hooks after each gather. See the module docstring.
 
     Args:
         dtypes: The dtypes of the parameters.
@@ -277,8 +277,8 @@ def _inner_tensors(param: Any) -> dict[str, Tensor]:
 
 
 def _wrapped(template: Any, values: Tensor) -> Tensor:
-    """Returns a tensor of the class of ``template`` with plain ``values``; over their memory if the
-    class declares its inner tensors."""
+    """Returns a tensor of the class of ``template`` with plain ``values``. It shares memory with
+    ``values`` if the class declares its inner tensors."""
     made = _over(template, values)
     if made is None:
         made = torch.ops.aten.new_zeros.default(template, list(values.shape))
@@ -300,7 +300,7 @@ def _empty_like(param: Tensor, dtype: torch.dtype, device: torch.device) -> Tens
 
 def _over(template: Any, values: Tensor) -> Tensor | None:
     """Returns a tensor of the class of ``template`` whose inner tensors are ``values``. None if the
-    class cannot be constructed like that."""
+    class cannot be constructed from its inner tensors."""
     if not hasattr(template, "__tensor_flatten__"):
         return None
     attributes, context = template.__tensor_flatten__()
@@ -309,6 +309,6 @@ def _over(template: Any, values: Tensor) -> Tensor | None:
     try:
         inspect.signature(unflatten).bind(*args)
     except TypeError:
-        return None  # The class does not support torch.compile.
+        return None  # The signature is not torch's: the class does not support torch.compile.
     made = unflatten(*args)
     return made if isinstance(made, type(template)) else None

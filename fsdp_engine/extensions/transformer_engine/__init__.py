@@ -1,4 +1,4 @@
-"""Gathers of the bytes of weights that Transformer Engine has quantized."""
+"""Gathers weights that Transformer Engine has quantized, as bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Units whose forward and backward read different bytes, or additional data.
+"""Units whose backward reads other bytes than forward, or additional data.
 
 The full parameters of such a unit serve one or both phases of its uses: FORWARD, BACKWARD, or BOTH
 (as in a unit whose forward is recomputed within its own backward).

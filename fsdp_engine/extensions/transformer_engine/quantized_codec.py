@@ -24,7 +24,7 @@ again.
 The block recipe's kernel writes full 128 x 128 tiles, including elements of other ranks. Bytes are
 therefore always encoded into the full weight, and copied from there to the persistent shard.
 
-This is the only file that imports Transformer Engine. It does so for the first such weight.
+This is the only file that imports Transformer Engine, when the first quantized weight is found.
 """
 
 from __future__ import annotations
@@ -126,11 +126,12 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class TransformerEngine(EngineExtension):
-    """The codec rule for weights that Transformer Engine has quantized. A model with such weights
-    needs it only to change the defaults.
+    """The codec rule for weights that Transformer Engine has quantized. It is used by default; pass
+    it in ``extensions`` only to change its arguments.
 
     Args:
-        keep_transposes: Keep the transposes that backward needs while the bytes are freed.
+        keep_transposes: Keep the transposes that backward needs, even while the bytes from which
+            they were computed are freed.
         through_gradients: Gather MXFP8 weights through the memory of gradients.
 
     Raises (when called):
@@ -177,7 +178,8 @@ class TransformerEngine(EngineExtension):
     def __call__(
         self, name: str, param: Tensor, dtypes: ParamDtypes
     ) -> tuple[str, Callable[[], ParamCodec]] | None:
-        """Returns the codec of a parameter; None if it is not one of TE's quantized tensors."""
+        """Returns the key and the factory of a parameter's codec; None if the parameter is not one
+        of TE's quantized tensors."""
         if not is_quantized(param):
             return None
         api = _load(name)
@@ -388,7 +390,14 @@ def _shards(pieces: Sequence[Piece], main: Tensor) -> tuple[list[Tensor | None],
 
 
 def _load(name: str) -> Any:
-    """Returns TE's module of functions on quantized weights. ``name``: the weight's, for errors."""
+    """Returns TE's module of functions on quantized weights.
+
+    Args:
+        name: The name of a weight, for errors.
+
+    Raises:
+        ImportError: Transformer Engine, or a function of it, is missing.
+    """
     wanted = f"{name}: expected Transformer Engine {KNOWN_VERSIONS}, whose type its weight has"
     try:
         api = importlib.import_module("transformer_engine.pytorch.tensor.utils")

@@ -3,8 +3,8 @@
 [Note: Encodings]
 With most recipes, one *encoding* serves forward and backward. Weights with two encodings encode the
 same main weights once for each phase. Each encoding has its own wire and full parameters, which are
-gathered only for its phase; a recomputation within backward needs both. One refresh encodes all
-encodings; only those that the next use reads are unsharded.
+gathered only for its phase; a recomputation within backward needs both. One refresh updates all
+encodings. Only the encodings that the next use reads are then gathered in full.
 
 Encoding may write anywhere in a parameter of which this rank holds a part. So each encoding is
 written into its full parameters, which have memory during that time, and copied to the wire.
@@ -33,7 +33,7 @@ class Encoding(NamedTuple):
     """One encoding of a buffer's weights.
 
     Attributes:
-        wire: The bytes that are kept at rest, at the depth of PARAM.
+        wire: The bytes that are stored between uses, at the depth of PARAM.
         full: The full parameters.
     """
 

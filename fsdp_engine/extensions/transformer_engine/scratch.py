@@ -1,9 +1,9 @@
 """Gathers of full weights through the memory of gradients.
 
 [Note: Gathers through scratch memory]
-A codec with two encodings would gather both if full weights persist, after an all-reduce of amaxes.
-If gradients are not sharded either, their memory is unused between a step and the next backward,
-and large enough for the weights in their nominal dtype:
+If full weights persist, a codec with two encodings would all-reduce amaxes, and then gather both
+encodings. If gradients are not sharded either, their memory is unused between a step and the next
+backward, and large enough for the weights in their nominal dtype:
 
     main[OPTIM] --cast--> scratch[OPTIM] --gather--> scratch --encode, both encodings--> wires, full
 

@@ -1,4 +1,4 @@
-"""Full main weights in the modules, to be read and edited: ``engine.unsharded()``."""
+"""``engine.unsharded()``, within which modules have full main weights that can be edited."""
 
 from fsdp_engine.extensions.unsharded.full_main_weights import is_unsharded, unsharded
 

@@ -211,6 +211,9 @@ class FullMainWeights:
         Args:
             error: The error of this rank.
             found: The values to write back.
+
+        Raises:
+            Exception: The error of a rank, or a ValueError if values differ. Raised on all ranks.
         """
         pairs = list(zip(self._installed, found, strict=False))
         prints = [each.fingerprints(values) for each, values in pairs]
@@ -290,8 +293,8 @@ def unsharded(engine: Engine, *modules: nn.Module) -> Iterator[None]:
     """Context within which modules hold full main weights; edits are written back at its end.
 
     Collective, and every rank must make the same edits: in place, by ``param.data``, or by putting
-    other tensors into the modules. ``requires_grad`` of each parameter at the end is kept. Forwards
-    run under ``no_grad`` only. If the block raises, nothing is written back. Modules that an outer
+    other tensors into the modules. Parameters keep the ``requires_grad`` that they have at the end.
+    Forwards need ``no_grad``. If the block raises, nothing is written back. Modules that an outer
     context has unsharded are written back by the outer context.
 
     Args:

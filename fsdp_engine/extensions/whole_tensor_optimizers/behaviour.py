@@ -2,14 +2,14 @@
 
 [Note: Trial of an optimizer]
 Whether a rank may step its slice of a parameter, or needs the full tensor, or all tensors, depends
-on the optimizer's code, which may be of any package. So the engine tries it, on small parameters
-with the hyperparameters of a group and the number of dims of its parameters:
+on the optimizer's code, which may be of any package. So the engine runs trial steps on small
+parameters with the hyperparameters of a group and the number of dims of its parameters:
 
-    one tensor    against flat slices of it, one     equal: it steps each element by itself
-                  of them empty
-    two tensors   against each of them alone, and    equal: it steps each tensor by itself
+    steps on      are compared with steps on            if they are equal, the optimizer steps
+    one tensor    flat slices of it, one of them empty  each element by itself
+    two tensors   each of them alone, and the first     each tensor by itself
                   beside a tensor of other values
-    two groups    the same                           equal: it steps each group by itself
+    two groups    the same, with groups                 each group by itself
 
 Equal means equal up to rounding. The trial compares the changes of the parameters over some steps
 and the numbers that the steps store in groups, attributes and state, because some optimizers
@@ -18,15 +18,16 @@ another shape than the parameter's means that the step needs the tensor, for the
 that raises for slices needs the tensor. A step that never changes anything is assumed to need all
 tensors. If a step requires a closure, the closure returns a linear loss with the trial's gradients.
 
-Gradients differ in scale between the parts and between steps, so that sums over the parts (norms,
-means, factored moments, Gram matrices) do not agree by chance. Some gradients are orthogonal to the
-parameter (AdamP projects these). Each comparison is made on parameters of usual size and on very
-small ones, in which small updates are not lost by rounding. The latter have gradients with a trend,
-from which optimizers that adapt their step size learn (Prodigy).
+The scale of gradients differs between the slices and between steps, so that sums over a slice
+(norms, means, factored moments, Gram matrices) do not agree with sums over the tensor by chance.
+Some gradients are orthogonal to the parameter (AdamP projects these). Each comparison is made on
+parameters of usual size and on very small ones, in which small updates are not lost by rounding.
+Gradients of the small ones have a trend, from which optimizers that adapt their step size learn
+(Prodigy).
 
 Whether the time of a step grows with the number of elements of a matrix, or with this number times
-the shorter side, follows from the operations: in the second case there is a product all of whose
-dims are at least as long as that side, or a decomposition.
+the shorter side, is determined from the operations of the step. The shorter side counts if the step
+contains a product all of whose dims are at least as long as that side, or a decomposition.
 
 If the trial on a small tensor finds an elementwise step, one on a larger tensor follows. Its dims
 exceed the size from which known optimizers factor their state (128), and its slices start at
@@ -58,11 +59,11 @@ from fsdp_engine.optim.state_leaves import is_plain, leaves_of
 
 _DIMS = (24, 161)  # maximum dims of the small and the large tensor
 _BLOCK = 256
-_SCALES = (1.0, 1e-6)  # scales of the parameters
-_LEAST_RATE = 0.01  # because a schedule may start with 0
+_SCALES = (1.0, 1e-6)  # scales of the initial values of trial parameters
+_LEAST_RATE = 0.01  # minimum learning rate of trial steps, since a schedule may start at 0
 _NUM_STEPS = 12
 _MOST_STEPS = 36  # for optimizers that only collect statistics at first
-# Maximum norm of the difference of two changes, relative to the norm of one of them.
+# Two changes are equal if the norm of their difference is at most this share of the norm of one.
 _TOLERANCE = 1e-5
 # The same for comparisons in which products of one matrix and of a batch of matrices may differ by
 # rounding to 16 bits.
@@ -98,8 +99,8 @@ class TrialFailed(Exception):
 
 
 class _Watch(TorchDispatchMode):
-    """Mode that makes collectives raise: owners step different tensors, so collectives of the steps
-    would wait for each other.
+    """Mode that makes collectives raise: owners step different tensors, so a collective within a
+    step would wait for ranks that do not call it.
 
     Attributes:
         largest_product: Maximum, over products and decompositions of matrices, of the smallest dim.
@@ -241,7 +242,8 @@ class Trials:
     def _values(
         self, shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int
     ) -> list[Tensor]:
-        """Returns initial values, and gradients of each step whose two parts differ in scale."""
+        """Returns the initial values, followed by the gradient of each step. The scales of its two
+        parts differ."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal() -> Tensor:

@@ -1,4 +1,4 @@
-"""Parameters with owners, and the messages about a step between the ranks that share them."""
+"""Parameters with owners, and the exchanges of a step between the ranks that share them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class OwnedParam:
         return flat_slice(self.param)
 
     def placement(self, shape: Sequence[int]) -> FlatPlacement:
-        """Returns the placement of a state tensor: the owner has all of it."""
+        """Returns the placement of a state tensor: the owner has all elements, other ranks none."""
         mesh = self.owned.site.buffer.mesh
         numel = torch.Size(shape).numel() if self.is_mine else 0
         groups = () if mesh.control_group is None else (mesh.control_group,)
@@ -136,7 +136,8 @@ class Chunk(StepChunk):
     Attributes:
         params, messages, place: The arguments.
         mine: The parameters that this rank owns, by number.
-        gradients: Within a step, this rank's gradient slices by number. None: no rank has one.
+        gradients: Within a step, this rank's slice of each parameter's gradient. None: no rank has
+            a gradient of the parameter.
     """
 
     def __init__(
@@ -161,7 +162,8 @@ class Chunk(StepChunk):
 
         Args:
             gradients: This rank's gradient slices, by ``id`` of the parameter.
-            brings_weights: Whether the weights of ranks differ from those of owners.
+            brings_weights: Whether slices of weights were changed outside of steps, so that they
+                are sent to the owners first.
         """
         self.gradients = [gradients.get(id(each.param)) for each in self.params]
         self._brings_weights = brings_weights
@@ -209,7 +211,7 @@ class Chunk(StepChunk):
         self.messages.drain(self._lanes.compute)
 
     def leave(self) -> None:
-        """Free the device memory of a finished step."""
+        """Make compute wait for :meth:`return_weights`, and free the device memory of the step."""
         self.await_weights()
         self.place.leave()
 
@@ -294,7 +296,7 @@ class MeshOwners:
 
     @property
     def bytes_of_wholes(self) -> int:
-        """Bytes of full weights that this rank keeps as an owner, beside its slices."""
+        """Bytes of full weights that this rank keeps as an owner, in addition to its slices."""
         return sum(whole.nbytes for whole in self._wholes)
 
     def tell(self, flag: bool) -> bool:
@@ -303,7 +305,7 @@ class MeshOwners:
         return bool(self._before.finish()[0])
 
     def share(self, stored: Stored) -> list[Stored]:
-        """Returns the values that steps stored in groups, of all ranks. Collective."""
+        """Returns, for all ranks, the values that their steps stored in groups. Collective."""
         group = self.mesh.control_group
         found = gather_objects(stored, group, "values that a step stored in groups")
         return [each for each in found if isinstance(each, Stored)]
@@ -339,11 +341,11 @@ class MeshOwners:
         return bool(changed)
 
     def remember_versions(self) -> None:
-        """Record that the weights of this rank are those of the owners."""
+        """Record that this rank's slices of weights equal the weights that owners keep."""
         self._versions = self._find_versions()
 
     def forget_versions(self) -> None:
-        """Record that the weights of this rank may differ from those of the owners."""
+        """Record that this rank's slices may differ from the weights that owners keep."""
         self._versions = None
 
     def _find_versions(self) -> list[int]:
@@ -383,7 +385,8 @@ class MeshOwners:
         return bool(failed_somewhere)
 
     def _packed_numbers(self, states: Mapping[Tensor, Any]) -> bytearray:
-        """Returns the numbers of parameters that this rank owns, and zeros for other parameters."""
+        """Returns, as bytes, the numbers in the state of parameters that this rank owns, and zeros
+        for other parameters, since ranks exchange the maximum of each byte."""
         packed = bytearray()
         for each in self.params:
             if each.is_mine:

@@ -9,9 +9,9 @@ slices of parameters for which the step is elementwise ([Note: Trial of an optim
 ``behaviour.py``). If a step sums over a group, or over all groups, one rank owns all of these
 parameters.
 
-    gradients    g0  g1      g2
-    compute      e   s0      s1      s2         e: slices; s: full tensors of a chunk
-    weights              w0      w1      w2
+    gradients    g0  g1      g2                 gk: gradients of chunk k are sent to owners
+    compute      e   s0      s1      s2         e: slices are stepped; sk: full tensors of chunk k
+    weights              w0      w1      w2     wk: weights of chunk k are sent back
 
 A chunk has a few parameters of each rank; its messages overlap with the steps of its neighbours.
 There is memory for the gradients of two chunks. [Note: Steps in chunks] in ``chunked_step.py``
@@ -124,7 +124,7 @@ def _central_part(site: ParamSite) -> tuple[Sequence[int], int]:
     return ranks, stop - start
 
 
-def _tried(
+def _find_needs(
     optimizer: Optimizer, trials: Trials, number: int, param: Tensor, shape: tuple[int, ...]
 ) -> Found:
     try:
@@ -244,12 +244,12 @@ def _empty(each: OwnedParam, leaf: Any) -> Any:
     return FlatDTensor.from_flat_local(local, each.placement(leaf.shape))
 
 
-def _settled(now: Any, loaded: Any) -> Any:
-    """Returns the state ``now`` after a load, with sharded tensors replaced by the full ones."""
+def _with_full_tensors(now: Any, loaded: Any) -> Any:
+    """Returns the state ``now`` with sharded tensors replaced by the full ones of ``loaded``."""
     if isinstance(now, Mapping):
-        return {key: _settled(value, loaded[key]) for key, value in now.items()}
+        return {key: _with_full_tensors(value, loaded[key]) for key, value in now.items()}
     if type(now) in (list, tuple):
-        return type(now)(_settled(*pair) for pair in zip(now, loaded, strict=True))
+        return type(now)(_with_full_tensors(*pair) for pair in zip(now, loaded, strict=True))
     return loaded.to(now.dtype) if isinstance(now, DTensor) else now
 
 
@@ -258,12 +258,12 @@ class OwnedStep(ChunkedStep):
 
     Args:
         optimizer: An optimizer whose step needs a tensor, a group or all tensors at once.
-        whole: Name patterns of parameters that are stepped as full tensors, each by itself. Other
-            parameters are tried.
+        whole: Name patterns of parameters that are stepped as full tensors, each by itself. Trial
+            steps find out how other parameters are stepped.
         placement: The place of the state between steps.
 
     Attributes:
-        needs: What a step needs at once for each parameter, by name.
+        needs: By name of a parameter, the set of values that its step needs at once.
 
     Raises:
         ValueError: A trial step failed, or a parameter cannot have an owner.
@@ -382,7 +382,7 @@ class OwnedStep(ChunkedStep):
         self._reads = list(reads.values())
 
     def _check_unit(self, params: Sequence[Tensor], optimizer: Any) -> None:
-        """Check that parameters that are stepped at once have one owner, or none.
+        """Check that parameters that are stepped at once have the same owner, or all have none.
 
         Raises:
             ValueError: A parameter was added to such a set, or moved to another one.
@@ -421,7 +421,7 @@ class OwnedStep(ChunkedStep):
                     needs, multiplies = Found(Needs.TENSOR, multiplies=True)
                 else:
                     trials = trials or Trials(optimizer, param.device)
-                    needs, multiplies = _tried(optimizer, trials, number, param, shape)
+                    needs, multiplies = _find_needs(optimizer, trials, number, param, shape)
                 self.needs[name] = needs
                 self._work[id(param)] = step_work(shape, multiplies=multiplies)
                 if needs > Needs.ELEMENT:
@@ -490,7 +490,7 @@ class OwnedStep(ChunkedStep):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """See :class:`StepHook`."""
         self._refresh(optimizer)
-        self._settle(optimizer)
+        self._replace_loaded(optimizer)
         self._shadows.clear()
         try:
             if self._is_joint and any(map(callable, (*args[1:], *kwargs.values()))):
@@ -711,7 +711,8 @@ class OwnedStep(ChunkedStep):
     def finish(self, optimizer: Any) -> None:
         """See :class:`StepHook`."""
         if self._takes_nothing and not self._is_coupled:
-            # Keep counters of groups of which this rank owns nothing. Coupled steps would be wrong.
+            # Keep counters that the step stores in groups of which this rank owns no parameter.
+            # A coupled step stores wrong sums if it has no parameters, so these are not kept.
             self._shadows.keep(self._last, range(len(self._groups)), self._shadows.stepped)
         self._last = None  # The shadow refers to hooks.
         super().finish(optimizer)
@@ -720,14 +721,14 @@ class OwnedStep(ChunkedStep):
             owners.remember_versions()
 
     def _note_changed(self) -> None:
-        """Mark weights as changed for the engine, on all ranks, also on those without elements and
-        for fused steps, which do not increment version counters (torch 2.11 to 2.13)."""
+        """Mark weights as changed, so that the engine gathers them, also on ranks without elements.
+        Fused steps do not increment version counters themselves (torch 2.11 to 2.13)."""
         torch.autograd.graph.increment_version(
             [*self._slices.locals, *(each.local for each in self._owned.values())]
         )
 
     def _abandon(self) -> None:
-        """Free all chunks after a failed message. The caller raises its error."""
+        """Free all chunks after a failed message. The caller raises the error of the message."""
         self._slices.clear_gradients()
         self._placement.drain()
         self._place_of_slices.abandon()
@@ -756,7 +757,8 @@ class OwnedStep(ChunkedStep):
             if (each := self._owned.get(id(param))) is None:
                 continue
             states.pop(index, None)
-            # On other ranks an empty entry means that there is state, unless the user reset it.
+            # On a rank that does not own the parameter, an empty entry stands for the state of the
+            # owner. There is no entry if the user has reset the state.
             has_state = (
                 bool(optimizer.state.get(param)) if each.is_mine else param in optimizer.state
             )
@@ -788,7 +790,7 @@ class OwnedStep(ChunkedStep):
     @torch.no_grad()
     def _take_loaded(self, optimizer: Any) -> None:
         """Load post-hook: owners keep full tensors, other ranks the structure of the state."""
-        for each in self._owned.values():  # A loaded dict may lack some of them.
+        for each in self._owned.values():  # A loaded dict may lack the state of some parameters.
             each.known, each.numbers = None, []
         self._refresh(optimizer, takes_state=False)
         self._loaded.clear()
@@ -821,13 +823,14 @@ class OwnedStep(ChunkedStep):
         each.numbers = [n for n in leaves_of(values) if isinstance(n, bool | int | float)]
         optimizer.state[each.param] = values if each.is_mine else {}
 
-    def _settle(self, optimizer: Any) -> None:
-        """Settle loaded state before a step. A ``load_state_dict`` may read and change the state
-        that torch's has loaded (pytorch_optimizer's does); it has returned by now."""
+    def _replace_loaded(self, optimizer: Any) -> None:
+        """Replace loaded state by full tensors, before a step. This is not done in the load hook,
+        since an optimizer's own ``load_state_dict`` may read and change the state that torch's has
+        loaded (pytorch_optimizer's does)."""
         for each, values in self._loaded:
             now = optimizer.state.get(each.param) or {}
             if each.is_mine and now:
-                optimizer.state[each.param] = _settled(now, values)
+                optimizer.state[each.param] = _with_full_tensors(now, values)
             else:
                 optimizer.state[each.param] = {}
         self._loaded.clear()

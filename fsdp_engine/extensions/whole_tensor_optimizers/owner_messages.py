@@ -2,8 +2,9 @@
 
 [Note: Messages of owners]
 A message of gradients sends the parts of a parameter from the ranks that hold them to the owner. A
-message of weights sends the parts of the stepped tensor to all ranks that hold them. Both are one
-all-to-all of bytes over the ranks that share the parameters. Their tables are computed once:
+message of weights sends the parts of the stepped tensor to all ranks that hold them. Each message
+is an all-to-all of bytes over the ranks that share the parameters. Its table of parts is computed
+once:
 
     rank      0        1        2                 rank      0        1        2
     gradient  a a a b  b b c c  c c c c           weights   a a a .  . b b b  c c c c ..
@@ -34,7 +35,7 @@ from fsdp_engine.extensions.whole_tensor_optimizers.parameter_sites import Param
 from fsdp_engine.layout import round_up
 from fsdp_engine.memory.allocator import Memory, begin_together
 
-# The role of the memory of messages in ledgers.
+# The role of the memory of messages in the memory ledger.
 ROLE = "optimizer"
 # Parts start at multiples of this number of bytes.
 _ALIGNMENT = 16

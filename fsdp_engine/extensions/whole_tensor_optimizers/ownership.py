@@ -4,15 +4,16 @@
 Each parameter gets one owner among the ranks that share it. The busiest rank bounds the time of a
 step, and the rank with the most state bounds memory, so both are balanced. Parameters are assigned
 in descending order of their share of all work or of all elements, whichever is larger. Each is
-assigned to a rank that holds its middle element, if that rank then still has at most the mean;
-otherwise to the rank whose larger share is the smallest so far (longest processing time first, R.
-L. Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 of the optimum).
+assigned to a rank that holds its middle element, if this gives the rank at most the mean share.
+Otherwise it is assigned to the rank whose larger share is the smallest so far (longest processing
+time first, R. L. Graham, "Bounds on multiprocessing timing anomalies", 1969: at most 4/3 of the
+optimum).
 Afterwards single parameters of the busiest rank are moved or swapped if that lowers its share.
 
-With few ranks many parameters are completely on one rank, and the owners of parameters on several
-ranks matter little. So a second attempt first assigns parameters with the most elements on one
-rank. It is used if its largest share exceeds that of the first by at most ``_TOLERANCE`` and fewer
-elements are communicated.
+With few ranks many parameters are completely on one rank, which can step them without
+communication. For other parameters the choice of the owner saves little. So a second attempt first
+assigns the parameters that have the most elements on one rank. It is used if its largest share
+exceeds that of the first attempt by at most ``_TOLERANCE`` and fewer elements are communicated.
 
 The result depends only on shapes, so all ranks compute the same. No largest share can be below
 :func:`least_share`.
@@ -148,7 +149,7 @@ def assign_owners(items: Sequence[Item], num_ranks: int) -> list[int]:
 
 
 def numel_held(items: Sequence[Item], owners: Sequence[int]) -> int:
-    """Returns the number of elements that their owners hold already."""
+    """Returns the number of elements of ``items`` that owners hold without communication."""
     pairs = zip(items, owners, strict=True)
     return sum(item.numel_near for item, owner in pairs if owner in item.near)
 

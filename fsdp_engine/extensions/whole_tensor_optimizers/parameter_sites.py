@@ -70,8 +70,8 @@ class ParamSite(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of this rank's tensor. For a DTensor over other mesh dimensions, the shape of
-        its shard."""
+        """The shape of the full parameter. For a DTensor over other mesh dimensions, the shape of
+        this rank's shard of it."""
         return self.buffer.layout.slots[self.number].shape
 
     def range_of(self, rank: int) -> tuple[int, int]:

@@ -1,1 +1,1 @@
-"""Weights that modules write in forward, which are copied into the main weights."""
+"""Copies weights that modules write in forward into the main weights."""

@@ -37,12 +37,13 @@ _WHAT = "weights that a module wrote in forward, on every rank the same"
 
 
 class Comparisons:
-    """Decides in which uses of a unit values are compared: the 1st, 2nd, 4th, 8th use and so on, or
-    only the 1st, with uses with and without gradients counted separately. After a write was found:
-    all uses.
+    """Decides in which uses of a unit values are compared: in the 1st, 2nd, 4th, 8th use and so on,
+    or only in the 1st. Uses with and without gradients are counted separately. After a write was
+    found, values are compared in all uses.
 
     Args:
-        repeats: Compare after the 1st use, too. On an accelerator each comparison is a host sync.
+        repeats: Whether to compare after the 1st use, too. On an accelerator each comparison is a
+            host sync.
     """
 
     __slots__ = ("_always", "_gaps", "_left", "_repeats")
@@ -68,8 +69,8 @@ class Comparisons:
         return True
 
     def compare_always(self) -> int:
-        """Compare values in all further uses, because a write was found. Returns the number of uses
-        since the previous comparison, in which writes were not detected."""
+        """Compare values in all further uses, because a write was found. Returns an upper bound of
+        the number of uses since the previous comparison, whose writes were not detected."""
         num_unseen = 0 if self._always else max(self._gaps) // 4 - 1
         self._always = True
         return max(num_unseen, 0)
@@ -110,14 +111,14 @@ class UnitWrites(UnitWatch):
         self._comparisons = Comparisons(repeats=repeats) if self._watched else None
 
     def begin(self) -> None:
-        """See the class."""
+        """See :class:`UnitWatch`."""
         if self._comparisons is None or not self._comparisons.is_due():
             return
         if not is_capturing(self._watched[0].device, [None]):
             self._prints = checksums(self._watched)
 
     def end(self) -> None:
-        """See the class. Copies values that modules have written into the main weights."""
+        """See :class:`UnitWatch`. Copies values that modules have written to the main weights."""
         versions = list(map(_version_of, self._watched))
         if not self._prints and versions == self._versions:
             return
@@ -141,7 +142,7 @@ class UnitWrites(UnitWatch):
                     self._on_written(buffer, indices)
 
     def reset(self) -> None:
-        """See the class."""
+        """See :class:`UnitWatch`."""
         self._versions, self._prints = list(map(_version_of, self._watched)), []
 
     def _note_hidden_writes(self, hidden: Sequence[bool]) -> None:
@@ -219,11 +220,11 @@ class WrittenWeights(ModelWatch):
                 unit.watch.compare_values(repeats=self._device.type == "cpu")
 
     def begin_forward(self) -> None:
-        """See the class."""
+        """See :class:`ModelWatch`."""
         self._plain_versions = list(map(_version_of, self._plain_params))
 
     def end_forward(self) -> None:
-        """See the class. Finds written parameters that are not gathered."""
+        """See :class:`ModelWatch`. Finds written parameters that are not gathered."""
         versions = list(map(_version_of, self._plain_params))
         if versions != self._plain_versions:
             before = iter(self._plain_versions)
@@ -246,8 +247,8 @@ class WrittenWeights(ModelWatch):
             written[buffer.records[index].name] = fingerprint(buffer.full_params[index])
 
     def check(self, *, ranks_differ: bool) -> None:
-        """Check that ranks wrote the same values. Collective if a rank wrote any. Ranks within
-        nested backwards may differ, so it is called after the outermost one.
+        """Check that ranks wrote the same values. Collective if a rank wrote any. It is called
+        after the outermost backward, since ranks may differ within nested ones.
 
         Raises:
             ValueError, RuntimeError: Ranks wrote different values, or some ranks wrote none; raised
@@ -278,7 +279,7 @@ class WrittenWeights(ModelWatch):
             )
 
     def reset(self) -> None:
-        """See the class. Drops fingerprints that have not been compared."""
+        """See :class:`ModelWatch`. Drops fingerprints that have not been compared."""
         self._written.clear()
 
 
