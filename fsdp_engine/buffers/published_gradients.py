@@ -5,7 +5,7 @@ Between two backwards users may change ``.grad``. When the next backward begins,
 ``.grad`` of each parameter:
 
     None                     cleared: the next gradient overwrites it
-    zeroed                   cleared, but without a next gradient it is zeros, as in one process
+    zeroed                   cleared; without a next gradient it stays zeros, as in one process
     as published, or edited  kept: the next gradient is added
     another tensor           kept instead of the published one: the next gradient is added
 
@@ -21,9 +21,9 @@ buffer, and added to it when its reduction is done:
   gradients of parameters with hooks, because hooks of autograd see only the new gradient. Earlier
   gradients are added after the hooks have run.
 - *Penalties* are gradients that autograd accumulates into a sharded parameter itself, because the
-  loss contains a penalty on sharded parameters. The gradient of a penalty is that of the slice, and
-  is equal on all ranks that hold the slice. Penalties are part of the new gradient, and are added
-  before the hooks run.
+  loss contains a penalty on sharded parameters. Such a gradient has the elements of this rank's
+  slice, and is equal on all ranks that hold the slice. Penalties are part of the new gradient, and
+  are added before the hooks run.
 """
 
 from __future__ import annotations

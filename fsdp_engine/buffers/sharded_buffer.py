@@ -163,8 +163,8 @@ class ShardedBuffer:
 
 
 def flat_source(param: torch.Tensor) -> Tensor:
-    """Returns the elements of ``param`` in row-major order, 1-D. Copies them only if its strides
-    need it."""
+    """Returns the elements of ``param`` in row-major order, 1-D. Copies the elements only if
+    the strides of ``param`` do not allow a view."""
     return param.detach().reshape(-1)
 
 
@@ -342,8 +342,9 @@ def _all_reduce(
     how: Reduction,
 ) -> None:
     # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
-    # reduce-scatter of the communicator is followed by an all-gather. (Otherwise gloo's all-reduce
-    # is used, too: it is as fast as these two, and the host need not drive it in between.)
+    # reduce-scatter of the communicator is followed by an all-gather, if the ranks can have equal
+    # shards. In all other cases the backend's all-reduce is used. On gloo it is as fast as these
+    # two collectives, and does not need the host between them.
     if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
         operation = partial(comm.all_reduce, tensor, average=how.average, tag=how.tag)
         _add_reduction(chain, context, "all-reduce", axis, tensor, tensor, operation, how)
