@@ -180,8 +180,8 @@ class Record:
         return self._half_now.advance(unit, phase)
 
     def repeats(self, unit: int) -> None:
-        """Change the phase of the last use of ``unit`` to BOTH, because its forward is repeated
-        within its backward."""
+        """Change the phase of the last recorded use of ``unit`` to BOTH, because the unit's forward
+        is repeated within its backward."""
         for place in range(len(self._seen) - 1, -1, -1):
             if self._seen[place].unit == unit:
                 self._seen[place] = Use(unit, BOTH)
@@ -262,7 +262,8 @@ class Refreshes:
     def through(self, last: Unit | None, units: Sequence[Unit]) -> None:
         """Refresh units whose weights have changed, in canonical order, up to ``last``. None: up to
         the end of the order."""
-        compute_now: Ticket | None = None  # one for all: compute gets no work between these gathers
+        # One ticket serves all gathers of this call, since compute gets no work between them.
+        compute_now: Ticket | None = None
         while len(self.done) < len(self._order):
             unit = units[self._order[len(self.done)]]
             self.done.add(unit.index)
@@ -293,7 +294,8 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], record: Record) -> None:
         self.record = record
         self._units = units
-        # Units that are gathered, or being gathered, for an expected use, with its phase.
+        # The numbers of units that are gathered, or being gathered, for an expected use, each with
+        # the phase of this use.
         self._reserved: dict[int, int] = {}
         # The refreshes of the running forward.
         self._refreshes: Refreshes | None = None
@@ -332,8 +334,8 @@ class Schedule:
         """Called when a backward has ended."""
 
     def check_backward(self, call: Call, schedule: Schedule) -> None:
-        """Called when the backward of ``call`` begins with another schedule, ``schedule``, than its
-        forward, which ran with this one. May raise an error."""
+        """Called when the backward of ``call``, whose forward ran with this schedule, begins with
+        another one, ``schedule``. May raise an error."""
 
     def await_ranks(self, place: Place = Place.CALL) -> None:
         """Wait until all ranks have reached ``place``, and take part in their gathers until then.
@@ -406,7 +408,8 @@ class Schedule:
                 keep={unit.index, *(use.unit for use in window)},
                 phase=BACKWARD if step.expected else BOTH,
             )
-        compute_now: Ticket | None = None  # one for all: compute gets no work between these gathers
+        # One ticket serves all gathers of this call, since compute gets no work between them.
+        compute_now: Ticket | None = None
         if window and unit.reshards and unit.needs_refresh and not unit.is_current:
             compute_now = unit.record_compute()
         self.provide(unit, step.phase, compute_now)
