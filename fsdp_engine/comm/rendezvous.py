@@ -9,7 +9,7 @@ the rendezvous, and the rendezvous names the groups that are created after it.
 A rendezvous has one verdict. The first verdict that is written is valid on all ranks:
 
     all ranks have arrived                      all continue
-    a rank reports an error                     all raise it; the failed rank does not wait
+    a rank reports an error                     all raise the error; that rank does not wait
     ranks have different notes                  all raise, with both notes
     two ranks wait in different rendezvous      the ranks of both raise
     a rank waits in a later operation           all raise, including that rank
@@ -37,7 +37,8 @@ from fsdp_engine.comm import activity
 from fsdp_engine.comm.activity import ACTIVITY, missing_ranks, monitor, start_monitor
 from fsdp_engine.memory import allocator
 
-# Time until the first check of where missing ranks wait, and the longest time between checks.
+# Time until the first check of where missing ranks wait, the longest time between two checks, and
+# the longest time between two reads of the verdict.
 FIRST_CHECK_SECONDS = 2.0
 MOST_SECONDS_BETWEEN_CHECKS = 60.0
 LONGEST_SLEEP_SECONDS = 0.1
@@ -103,9 +104,9 @@ def meet(
         note: A text that must be the same on all ranks.
         has: Whether this rank already has the object that the rendezvous is for.
         groups: Groups whose collectives follow the rendezvous, while no earlier collective is
-            pending. A rank that keeps waiting in a collective of them will therefore not arrive:
-            the rendezvous fails, and ends the wait of that rank with its error. Connections of gloo
-            groups are closed for this.
+            pending. A rank that keeps waiting in a collective of one of these groups will therefore
+            not arrive. In this case the rendezvous fails, and the connections of gloo groups are
+            closed, so that the waiting rank raises an error with the same text.
 
     Raises:
         RuntimeError: A rank did not arrive, and the message names the ranks; or a rank has reported
@@ -155,7 +156,7 @@ def reporting(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 
 class _Place:
-    """One rendezvous on this rank. Making this object counts as this rank's arrival.
+    """One rendezvous on this rank. Creating this object counts as the arrival of this rank.
 
     The store contains, for each set of ranks, the number of arrivals of each rank; for each
     rendezvous, the number of ranks that have arrived, the number of these with ``has``, the first
