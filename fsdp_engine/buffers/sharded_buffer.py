@@ -149,7 +149,7 @@ class ShardedBuffer:
             depth = below
             if comm is None:
                 if is_last:
-                    operation: Operation = partial(_keep, summand, out, how)
+                    operation: Operation = partial(_write_summand, summand, out, how)
                     _add_reduction(
                         chain, context, "reduce-scatter", axis, summand, out, operation, how
                     )
@@ -306,10 +306,10 @@ def _gather_operation(
         return partial(comm.gather_encoded, whole, part, source, tag)
     if comm is not None:
         return partial(comm.all_gather, whole, source, tag)
-    return partial(_bring, source, part)
+    return partial(_copy_source, source, part)
 
 
-def _bring(source: Tensor | None, target: Tensor) -> Steps:
+def _copy_source(source: Tensor | None, target: Tensor) -> Steps:
     if source is not None:
         target.copy_(source)
     yield from ()
@@ -380,7 +380,7 @@ def _add_reduction(
     chain.add(context.lanes.reduce(axis), label, operation, reads=[sent], writes=[sent, out])
 
 
-def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:
+def _write_summand(source: Tensor, out: Tensor, how: Reduction) -> Steps:
     """Write the sum along an axis of one rank, which is this rank's summand, into ``out``."""
     if how.accumulate:
         out.add_(source, alpha=1.0 / how.boost)

@@ -363,8 +363,8 @@ class Weights:
         over allocated memory.
 
         Args:
-            wire: The encoded weights that are held between uses. They are the full parameters if
-                these are not sharded.
+            wire: The encoded weights that are held between uses. If parameters are not sharded,
+                these are the full parameters.
         """
         layout, at, dtype = self._spec.layout, self._at, self._full_dtype
         if not self.reshards:

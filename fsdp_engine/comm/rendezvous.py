@@ -171,7 +171,7 @@ class _Place:
         self._what = what
         self._ranks = sorted(ranks)
         self._crowd = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:20]
-        self._number = self._times_come(self._crowd, self._rank, 1)
+        self._number = self._count_arrivals(self._crowd, self._rank, 1)
         self._base = f"{self._crowd}.{self._number}"
 
     def wait_for_all(self, timeout: timedelta, note: str, has: bool) -> Rendezvous:
@@ -202,9 +202,9 @@ class _Place:
         if kind == "elsewhere":
             content, both = content
             for crowd, number, ranks in both:
-                if self._rank in ranks and self._times_come(crowd, self._rank, 0) < number:
+                if self._rank in ranks and self._count_arrivals(crowd, self._rank, 0) < number:
                     # This rank counts as arrived in the other rendezvous, which has failed, too.
-                    self._times_come(crowd, self._rank, 1)
+                    self._count_arrivals(crowd, self._rank, 1)
         if kind in ("missing", "elsewhere"):
             raise RuntimeError(content)
         return Rendezvous(self._base, content)
@@ -243,10 +243,12 @@ class _Place:
     def missing(self) -> list[int]:
         """Returns the ranks that have not arrived."""
         return [
-            rank for rank in self._ranks if self._times_come(self._crowd, rank, 0) < self._number
+            rank
+            for rank in self._ranks
+            if self._count_arrivals(self._crowd, rank, 0) < self._number
         ]
 
-    def _times_come(self, crowd: str, rank: int, more: int) -> int:
+    def _count_arrivals(self, crowd: str, rank: int, more: int) -> int:
         return self._store.add(f"{crowd}/{rank}", more)
 
     def _waits_at(self, rank: int) -> tuple[str, list[int], str, int] | None:
@@ -263,7 +265,7 @@ class _Place:
                 continue
             what, ranks, crowd, number = there
             verdict = f"{crowd}.{number}/verdict"
-            waits = self._times_come(crowd, self._rank, 0) < number
+            waits = self._count_arrivals(crowd, self._rank, 0) < number
             if waits and not self._store.check([verdict]):
                 text = (
                     f"expected all ranks to do the same; found rank {self._rank} in {self._what} "

@@ -147,7 +147,7 @@ class Layout:
 
     @property
     def padding(self) -> int:
-        """Number of elements that belong to no tensor, those after the last tensor included."""
+        """Number of elements that belong to no tensor, including those after the last tensor."""
         return self.numel - self.num_tensor_elements
 
     @cached_property

@@ -3,8 +3,9 @@
 [Note: Transient storage]
 Autograd saves views of a unit's full parameters between forward and backward, while the memory
 behind them must be freed. Therefore a storage *object* exists as long as its unit, and only its
-memory is allocated and freed. Tensors over it are created with ``set_``. Each of them then has its
-own version counter, so autograd does not treat a collective's writes as an in-place change.
+memory is allocated and freed. Tensors over the storage are created with ``set_``, which gives each
+of them its own version counter. So autograd does not treat a collective's writes as an in-place
+change.
 
 On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is no such allocator,
 and fresh pages are costly, because the kernel zeroes each. There, memory is moved between storages

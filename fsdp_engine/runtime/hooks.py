@@ -391,13 +391,13 @@ class ModuleHooks:
         has_failed = output is None and sys.exc_info()[1] is not entered.handled
         try:
             if calls and not has_failed:
-                ways_in = self._ways_in(entered, calls, output)
-                has_backward = self._listen_for_backward(entered, calls, ways_in)
+                entries = self._gradient_entries(entered, calls, output)
+                has_backward = self._listen_for_backward(entered, calls, entries)
                 if not entered.repeats:
                     if not has_backward:
                         self._note_hidden(calls, output)
-                    if self._kept.needs_search(entered.began, ways_in):
-                        has_backward |= self._listen_for_kept(entered, calls, ways_in)
+                    if self._kept.needs_search(entered.began, entries):
+                        has_backward |= self._listen_for_kept(entered, calls, entries)
         finally:
             if not entered.repeats:
                 reads_again = has_backward and self._reads_weights
@@ -439,7 +439,7 @@ class ModuleHooks:
         return begin is not None
 
     def _listen_for_kept(
-        self, entered: _Entered, calls: list[Call], ways_in: Sequence[Tensor]
+        self, entered: _Entered, calls: list[Call], entries: Sequence[Tensor]
     ) -> bool:
         """Register hooks on tensors that the call has stored. Returns whether any of them requires
         grad."""
@@ -447,7 +447,7 @@ class ModuleHooks:
         assert module is not None
         modules = _children_without_hooks(module)
         given = None if inputs is None else inputs.given
-        found, hidden = self._kept.search(entered.began, ways_in, modules, given)
+        found, hidden = self._kept.search(entered.began, entries, modules, given)
         if hidden is not None:
             for call in calls:
                 if call.reads_weights:
@@ -474,7 +474,9 @@ class ModuleHooks:
                     "Return a dataclass",
                 )
 
-    def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Sequence[Tensor]:
+    def _gradient_entries(
+        self, entered: _Entered, calls: list[Call], output: Any
+    ) -> Sequence[Tensor]:
         """Returns the tensors through which gradients enter the unit: outputs, inputs that were
         changed in place, and tensors that were put into the user's containers."""
         found = [output] if type(output) is Tensor else list(iter_tensors(output))
@@ -497,7 +499,7 @@ class ModuleHooks:
         view = tensor.view_as(tensor)
         for call in calls:
             call.has_boundary = True
-            view.register_hook(partial(_input_came, self._scheduler, call))
+            view.register_hook(partial(_report_input_gradient, self._scheduler, call))
         return view
 
 
@@ -565,7 +567,7 @@ def _begin_backward(
     return begin
 
 
-def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
+def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
     scheduler.input_came(call)
 
 

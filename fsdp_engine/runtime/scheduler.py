@@ -109,7 +109,7 @@ class Scheduler:
     # Forward.
 
     def enter_forward(self, unit: Unit, *, is_recorded: bool = True) -> None:
-        """Enter a unit, of which a module is called.
+        """Enter a unit, because one of its modules is called.
 
         Args:
             unit: The unit.
@@ -128,7 +128,8 @@ class Scheduler:
         unit.enter()
 
     def note_uncounted(self, unit: Unit) -> None:
-        """Count a call of a module of the unit if it is not known whether a backward follows."""
+        """Count a call of a module of the unit, for which it is not known whether a backward
+        follows. Units of one module need no count."""
         if len(unit.modules) > 1:
             self._uncounted[unit.index] += 1
 
@@ -138,7 +139,7 @@ class Scheduler:
         self._backward.num_run_again[unit.index] += 1
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, is_recorded: bool = True) -> None:
-        """Leave a unit, of which a module has returned.
+        """Leave a unit, because one of its modules has returned.
 
         Args:
             unit: The unit.
@@ -298,8 +299,8 @@ class Scheduler:
     # Backward.
 
     def repeat(self, unit: Unit) -> None:
-        """Provide the parameters of a unit, of which a module is called within backward to repeat
-        its forward. They are not freed before the unit's backward has ended.
+        """Provide the parameters of a unit, because one of its modules is called within backward to
+        repeat its forward. The parameters are not freed before the unit's backward has ended.
         """
         backward = self.begin_backward()
         if self._in_slices:
