@@ -1,7 +1,8 @@
 """A sharded training engine for PyTorch, with one core for DDP, ZeRO-1/2/3, HSDP and HFSDP.
 
-``shard(model)`` shards a model and returns its ``Engine``. Optional features are classes for
-``shard(extensions=[...])`` or for a use of their own; ``extension_list.EXTENSIONS`` lists them.
+``shard(model)`` shards a model and returns its ``Engine``. Optional features are classes, whose
+objects are passed to ``shard(extensions=[...])`` or used directly. ``extension_list.EXTENSIONS``
+lists them.
 """
 
 import importlib
@@ -133,8 +134,8 @@ _RENAMED = {"Planning": "StrategyPlan"}
 
 
 def __getattr__(name: str) -> Any:
-    """Returns the object of a public or deprecated name, or a module of the package. Imports it at
-    its first use."""
+    """Returns the object of a public or deprecated name, or a module of the package. The first
+    call with a name imports its object."""
     if name in _LAZY:
         found = getattr(importlib.import_module(_LAZY[name]), name)
         globals()[name] = found

@@ -31,7 +31,7 @@ def module_of(device: torch.device) -> Any:
 
 def capture_check(device: torch.device) -> Callable[[], bool]:
     """Returns a function that returns whether the current stream of ``device`` is being captured
-    into a graph. It always returns False for a device without graphs."""
+    into a graph. For a device without graphs, the function always returns False."""
     module = None if device.type == "meta" else module_of(device)
     found: Callable[[], bool] = getattr(module, "is_current_stream_capturing", lambda: False)
     return found

@@ -1,8 +1,9 @@
 """The backend, which provides the devices and the lanes of an engine.
 
 :class:`Backend` is the hardware of this process: CPUs with gloo, or an accelerator. Another backend
-can replace it within a context (:meth:`Backend.used`): engines that are built there take their
-lanes from it. The planner has a backend that advances a clock instead of running work.
+can replace it within a context (:meth:`Backend.used`): engines that are built within the context
+use the lanes of that backend. The planner has a backend that advances a clock instead of running
+work.
 """
 
 from __future__ import annotations
@@ -34,15 +35,18 @@ class Backend:
         return name == "gloo"
 
     def lanes(self, device: torch.device) -> Any:
-        """Returns the ``Lanes`` of an engine on ``device``; None: the lanes of the device."""
+        """Returns the ``Lanes`` of an engine on ``device``. None: the engine makes lanes for the
+        device itself."""
         del device
 
     def other_lanes(self, names: Sequence[str]) -> Any:
-        """Returns additional lanes of the given names; None: lanes of the device."""
+        """Returns additional lanes with these names. None: the caller makes lanes for its device
+        itself."""
         del names
 
     def booked_elsewhere(self, tensor: torch.Tensor, place: str) -> None:
-        """Record that ``tensor`` takes memory at another place than the device, such as "host"."""
+        """Record that ``tensor`` is in memory other than the device's: ``place``, such as
+        "host"."""
 
     @contextmanager
     def used(self) -> Iterator[None]:

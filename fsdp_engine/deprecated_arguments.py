@@ -27,7 +27,7 @@ _REPLACEMENTS = {
     **deprecated_arguments(),
 }
 
-# Arguments of other libraries for what an argument of `fe.shard` does.
+# Arguments of other libraries, each with the argument of `fe.shard` that has the same effect.
 _NAMES_ELSEWHERE = {
     "level": "strategy=",
     "sharding_strategy": "strategy=",
@@ -110,8 +110,8 @@ def replaced(options: Mapping[str, Any], what: str, *, stacklevel: int = 4) -> d
         stacklevel: See :func:`current_arguments`.
 
     Raises:
-        TypeError, ValueError: See :func:`current_arguments`. Also if ``config`` determines the
-            mesh.
+        TypeError, ValueError: See :func:`current_arguments`. Also raised if ``config`` sets the
+            size of the outer axis.
     """
     deprecated = {name: value for name, value in options.items() if name in _REPLACEMENTS}
     if not deprecated:
@@ -127,7 +127,7 @@ def replaced(options: Mapping[str, Any], what: str, *, stacklevel: int = 4) -> d
 
 
 def num_rows_of(deprecated: Mapping[str, Any]) -> int:
-    """Returns the size of the outer axis that the argument ``config`` determines; 1 without it."""
+    """Returns the size of the outer axis that ``config`` sets; 1 without ``config``."""
     return int(getattr(deprecated.get("config"), "num_distributed_optimizer_instances", 1))
 
 

@@ -49,7 +49,8 @@ _ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 class EnginePart(Protocol):
     """A part of an engine that copies between the device and other memory, on lanes of its own.
 
-    A seam: extensions append such objects to :attr:`Engine.parts`.
+    This class is a seam (see ``docs/design.md``): extensions append such objects to
+    :attr:`Engine.parts`.
     """
 
     @property
@@ -82,7 +83,7 @@ class Engine:
             the names of checkpoints. "": the module is the complete model.
         communicators, scheduler, reductions, lanes, guard, hooks: Internal objects, for extensions.
         parts: Objects with lanes of their own (``EnginePart``), which extensions add.
-        total_norm: The function of the norm of gradients, which an extension may replace.
+        total_norm: The function that computes the norm of gradients. An extension may replace it.
     """
 
     def __init__(
@@ -185,8 +186,8 @@ class Engine:
 
     @contextmanager
     def standing_in(self, weights: str) -> Iterator[None]:
-        """Context within which other weights stand in for the trained ones, which
-        :meth:`check_trained_weights` then refuses. For extensions.
+        """Returns a context within which :meth:`check_trained_weights` raises, because the model
+        holds other weights than the trained ones. For extensions, which exchange the weights.
 
         Args:
             weights: A description of these weights, for messages.
@@ -198,13 +199,13 @@ class Engine:
             self._standing_in = before
 
     def check_trained_weights(self, what: str) -> None:
-        """Check that no other weights stand in for the trained ones.
+        """Check that the model holds the trained weights.
 
         Args:
             what: Name of the operation in the message.
 
         Raises:
-            RuntimeError: Other weights stand in.
+            RuntimeError: The call is within :meth:`standing_in`.
         """
         if self._standing_in:
             raise RuntimeError(
@@ -263,8 +264,8 @@ class Engine:
 
         Raises:
             RuntimeError: A backward has not ended, or modules postponed weight gradients. The
-                message names the parameters. Or, on all ranks, checks of gradients found a NaN, an
-                infinite or a too large value.
+                message names the parameters. Also raised, on all ranks, if checks of gradients
+                found a NaN, an infinite value or a value that is too large.
         """
         self.scheduler.await_ranks()
         self.reductions.finish()
@@ -526,7 +527,8 @@ class Engine:
         )
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:
-        """Returns the group over which reduced gradients are sharded; None: they are not."""
+        """Returns the group over which reduced gradients are sharded; None: they are not
+        sharded."""
         depth = self.strategy.depth(Role.OPTIM)
         if depth == 0:
             return None

@@ -58,7 +58,8 @@ class EngineExtension:
             levels: The levels on both axes, an object of ``fsdp_engine.strategies.Strategy``.
 
         Raises:
-            Exception: As in ``check``. All ranks have the same arguments.
+            Exception: The extension cannot be used on this mesh. All ranks raise, because they
+                have the same arguments.
         """
         return mesh
 
@@ -81,8 +82,8 @@ class EngineExtension:
             setup: See ``check``.
 
         Raises:
-            ValueError: The model has experts on other ranks, or a tensor-parallel parameter; names
-                it.
+            ValueError: The model has experts on other ranks, or a tensor-parallel parameter, which
+                the message names.
         """
         name = type(self).__name__
         if setup.experts is not None:

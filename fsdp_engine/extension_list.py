@@ -3,7 +3,7 @@
 An extension consists of a folder in ``extensions/``, a folder of tests in ``tests/extensions/``,
 and an entry in this list. It can be deleted by deleting these three: the rest of the package does
 not import it, and passes its tests without it (``python -m tools.extensions``). The entry lists the
-names that the extension adds to the package and to the engine. They are imported at their first
+names that the extension adds to the package and to the engine. Each name is imported at its first
 use.
 
 The kernel calls an extension at a *seam*: an object for which the kernel has a plain class, and the
@@ -38,8 +38,8 @@ class Extension:
             :meth:`.Engine.memory_bytes` returns the bytes that are held there.
         deprecated: Deprecated arguments of ``fe.shard`` that select the extension, and their
             replacements. ``from_argument(value)`` in the folder returns the selected extensions.
-        elsewhere: Arguments of other libraries that select what the extension does, and how to
-            select it here.
+        elsewhere: Pairs of two texts: an argument with which another library selects the same
+            feature, and the argument of ``fe.shard`` that selects the extension.
         advice: Pairs of a prefix and a text. The text is added to errors of operations whose names
             begin with the prefix.
         registers: Whether the folder has a function ``register()``, which is called when the
@@ -180,7 +180,8 @@ EXTENSIONS: tuple[Extension, ...] = (
     Extension("quantized_reduction", names=("QuantizedReduction",)),
     Extension("reports", methods=("describe", "measure")),
     Extension("replicas", names=("ReplicaReduction",), methods=("set_replica_reduction",)),
-    # This entry precedes "tensor_hooks", since its tensor classes can have such hooks, too.
+    # This entry precedes "tensor_hooks": Transformer Engine's tensor classes can also have
+    # all-gather hooks, and the first extension that takes a class handles it.
     Extension(
         "transformer_engine",
         names=("TransformerEngine",),

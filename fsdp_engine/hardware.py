@@ -33,8 +33,8 @@ class Hardware:
 
     Args:
         device: The device of this process.
-        mesh: The ranks: nodes on the outer axis, ranks of a node on the inner one. None: this
-            process alone.
+        mesh: The ranks that measure, with nodes on the outer axis and the ranks of a node on the
+            inner axis. None: this process alone.
     """
 
     def __init__(self, device: torch.device, mesh: DataMesh | None = None) -> None:
@@ -76,7 +76,7 @@ class Hardware:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the mesh."""
+        """Index of this rank in the mesh."""
         return 0 if self._mesh is None else self._mesh.rank
 
     def agree(self, value: float) -> float:
@@ -109,7 +109,8 @@ class Hardware:
 
     def host_copies(self, num_bytes: int, small: int) -> dict[str, Action]:
         """Returns functions that copy between an accelerator and pinned host memory, by name:
-        "into" the device, "out" of the device, "both" at the same time, and "small" (into it).
+        "into" the device, "out" of the device, "both" directions at the same time, and "small",
+        a small copy into the device.
 
         Args:
             num_bytes: Size of each copy.

@@ -6,7 +6,8 @@ The planner imports no other names, so it does not depend on how the kernel is d
 - the backend with its lanes and allocations, which a simulation replaces, and the hardware, on
   which measurements run;
 - arguments of :func:`~fsdp_engine.shard`, engines, and functions that build them;
-- results that need no ranks: plans, whose units have sizes, and the formulas of strategies;
+- results that need no ranks: plans, with the sizes of their units, and the formulas of
+  strategies;
 - extensions by name.
 """
 
@@ -93,8 +94,9 @@ def unchecked_plan(
     options: Options | None = None,
     extensions: Sequence[EngineExtension] = (),
 ) -> tuple[Plan, PlanSettings]:
-    """Returns the plan of a model that is not trained, and the settings of the plan. The values of
-    parameters, and optimizers, are not checked.
+    """Returns the plan of a model that is not trained, and the settings of the plan. Unlike
+    ``shard``, this function does not check that the parameters can be sharded, share no memory, and
+    are held by no optimizer.
 
     Args:
         model: The model, on any device.

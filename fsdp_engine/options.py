@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import nn
 
-# Returns a number of consecutive elements of a parameter that must be on one rank.
+# A function of a parameter's name and the parameter. It returns the number of consecutive elements
+# that must be on one rank.
 Granule = Callable[[str, nn.Parameter], int]
 
 # Default size of a bucket. Collectives of smaller buckets are dominated by latency.
@@ -56,15 +57,16 @@ class Options:
             unit of the same size computes.
         staging_limit: Maximum number of elements in staging buffers of gradients: the buffer being
             written and those being reduced. At the limit, the engine waits for the oldest
-            reduction. None: twice the mean size of a unit. The latest reduction may then be in
-            flight regardless of its size.
+            reduction. None: twice the mean size of a unit. One reduction may then be in flight
+            regardless of its size.
         bucket_size: Parameters outside of units are grouped into buckets, in reverse registration
             order. A bucket ends with the parameter that brings it to this number of elements. None:
             40,000,000, or 1,000,000 per data-parallel rank if that is more.
         num_buckets: Number of buckets, as even as the parameters allow. An alternative to
             ``bucket_size``.
-        min_unit_size: Default units of fewer elements are joined with their neighbours. 0: no unit
-            is joined. None: 1,000,000, since smaller units cost more than they save.
+        min_unit_size: If ``shard`` chooses the units (``units=None``), units of fewer elements are
+            joined with their neighbours. 0: no unit is joined. None: 1,000,000, because
+            smaller units cost more time than they save.
         granule: ``granule(name, parameter)`` returns the number of consecutive elements that must
             be on one rank. It must divide the number of elements of the parameter.
         pad_shards: Pad each rank's shard of a flat buffer to a multiple of 2^16 elements.

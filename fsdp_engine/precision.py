@@ -61,17 +61,16 @@ class MixedPrecisionPolicy:
         output_dtype: Floating-point outputs of the root module are cast to this dtype. None: no
             cast.
         cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
-        preserve_fp32_weights: Store main weights in the dtype that ``main_params_dtype`` describes.
-            False: where ``main_params_dtype`` is None, main weights are the compute weights.
-        own_dtypes: Where ``main_params_dtype`` and ``main_grads_dtype`` are None, store main
-            weights and gradients in the parameter's dtype. Where ``reduce_dtype`` is None, sum
-            gradients in the compute dtype.
+        preserve_fp32_weights: Where ``main_params_dtype`` is None, use the default dtype of main
+            weights. False: main weights then have the compute dtype.
+        own_dtypes: Where ``main_params_dtype`` is None, store main weights in the parameter's
+            dtype. Where ``reduce_dtype`` is None, sum gradients in the compute dtype.
         narrow_grads: Where ``main_grads_dtype`` is None, accumulate and sum gradients in the
             compute dtype, and pass them to the optimizer in the dtype of the main weights.
 
     Raises:
         TypeError: A dtype field is neither None nor a floating-point ``torch.dtype``.
-        ValueError: ``grad_comm_dtype`` is wider than ``reduce_dtype``.
+        ValueError: ``grad_comm_dtype`` is neither ``reduce_dtype`` nor narrower.
     """
 
     param_dtype: torch.dtype | None = None
@@ -103,11 +102,12 @@ class MixedPrecisionPolicy:
         Args:
             param: A parameter of the user's module.
             wire_override: Send bf16 and fp16 gradients in the compute dtype regardless of
-                ``grad_comm_dtype``, and sum them in fp32. Megatron-Core's option
+                ``grad_comm_dtype``, and sum them in fp32. Megatron-Core's option for this is
                 ``reduce_scatter_with_fp32_accumulation``.
 
         Raises:
-            ValueError: The dtype in which gradients are sent is wider than the dtype of the sums.
+            ValueError: The dtype in which gradients are sent is neither the dtype of the sums nor
+                narrower.
         """
         own = param.dtype
         if not own.is_floating_point:

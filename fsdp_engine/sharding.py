@@ -111,7 +111,7 @@ def shard(
             form one unit. None: the children of the outermost ``nn.ModuleList`` and
             ``nn.Sequential``, and the modules beside them.
         mp_policy: Dtypes of weights, gradients and reductions. None: forward computes in the dtype
-            of each parameter, and main weights of those in 16 bits are fp32.
+            of each parameter, and bf16 and fp16 parameters have main weights in fp32.
         initial_values: Source of the initial values. "same": all ranks have built the same values;
             the call compares them. If only the first rank has values and the model of the others is
             on the meta device, the values of the first rank are broadcast. "rank0": the parameters
@@ -211,7 +211,8 @@ def _planned(given: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
 
 
 def _lines(name: str, value: Any) -> list[str]:
-    """Returns a line for each field of a dataclass, so that an error names the one that differs."""
+    """Returns a line for each field in the repr of a dataclass, so that an error can name the field
+    that differs between ranks."""
     shown = [each.name for each in dataclasses.fields(value) if each.repr]
     return [f"{name}.{each}={getattr(value, each)!r}" for each in shown]
 
@@ -418,8 +419,8 @@ def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
     """Returns whether FSDP2's ``reshard_after_forward`` keeps full parameters after forward.
 
     Args:
-        asked: The value of ``reshard_after_forward``: True, False, a number of ranks, or None (as
-            True, but also accepted where parameters are not sharded).
+        asked: The value of ``reshard_after_forward``: True, False, a number of ranks, or None. None
+            has the effect of True, and is also legal where parameters are not sharded.
         size: Number of ranks that share a parameter.
         levels: The levels of the engine.
 

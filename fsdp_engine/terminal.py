@@ -79,7 +79,7 @@ def fitted(columns: Sequence[Column], width: int | None) -> Fitted:
             if _width(_after(columns, done)) <= width:
                 break
             done.append(number)
-        # A column that was left out may be narrow enough to fit after wider ones were left out.
+        # A column that was left out early may fit, because wider columns were left out after it.
         for number in sorted(done, reverse=True):
             fewer = [each for each in done if each != number]
             if _width(_after(columns, fewer)) <= width:

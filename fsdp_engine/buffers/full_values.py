@@ -96,9 +96,9 @@ def set_main(buffer: ParamAndGradBuffer, values: Tensor, *, for_a_while: bool = 
     Args:
         buffer: The buffer.
         values: 1-D, of as many elements as this rank's shard.
-        for_a_while: Other values stand in for the weights, or the weights come back after that.
-            Backwards that are pending are then valid. Otherwise, autograd raises in them, if it
-            sees the change: at "no_shard".
+        for_a_while: The values replace the weights for a limited time, or end this time. Pending
+            backwards stay valid. False: where parameters are plain tensors, pending backwards raise
+            an error, because the version counters of the parameters are increased.
     """
     weights = buffer.weights
     main = present_main(buffer)
@@ -121,8 +121,8 @@ def gather_state(
     Args:
         buffer: The buffer.
         what: The name of the state, for messages.
-        state: For each parameter, a tensor that is sharded like the parameter, or this rank's slice
-            of it, or None for zeros.
+        state: For each parameter, a tensor that is sharded like the parameter, this rank's slice as
+            a plain tensor, or None for zeros.
     """
     layout, depth = buffer.layout, buffer.spec.optim_depth
     dtype = next((each.dtype for each in state if each is not None), torch.float32)
@@ -137,9 +137,9 @@ def gather_state(
 
 
 def gather_main_grads(buffer: ParamAndGradBuffer) -> None:
-    """Gather reduced gradients on every rank, and hold them until gradients are cleared. They are
-    copied into ``main_grad`` of full parameters, if there is one, and ``main_grad.cpu()`` of
-    sharded parameters returns them."""
+    """Gather reduced gradients on every rank, and hold them until gradients are cleared. Where
+    full parameters have a ``main_grad``, the gathered gradients are copied into it. For sharded
+    parameters, ``main_grad.cpu()`` returns the gathered gradients."""
     grads, depth = buffer.grads, buffer.spec.optim_depth
     if grads is None or not depth:
         return

@@ -165,7 +165,7 @@ class GradientTensors:
 
     @property
     def for_optimizer(self) -> ShardedBuffer:
-        """The buffer of which the optimizer reads the shard at the depth of OPTIM."""
+        """The buffer that contains the shard at the depth of OPTIM, which the optimizer reads."""
         return self.accum if self.optim is None else self.optim
 
     def publish(self, params: Sequence[Tensor], depth: int) -> list[Tensor]:
@@ -291,7 +291,8 @@ class GradientMemory:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the accumulation buffer and, in another dtype, of the optimizer's shard."""
+        """Bytes of the accumulation buffer, and of the optimizer's shard if it has a dtype of its
+        own."""
         return sum(each.rest_bytes for each in self._shards)
 
     @property
@@ -326,8 +327,8 @@ class GradientMemory:
         the next step will write them.
 
         Args:
-            looks: Check whether the user holds tensors even if the memory is resident, and is not
-                freed in either case.
+            looks: If the memory is resident, check whether the user holds tensors. The result is
+                otherwise False. Memory that is not resident is always checked.
         """
         tensors.forget_zeroed()
         if self.is_resident:
@@ -339,8 +340,8 @@ class GradientMemory:
         return False
 
     def free(self) -> None:
-        """Free the accumulation buffer. Gradients must be cleared, and only a pending optimizer
-        step may still read them: the buffer is freed when compute has waited for that step."""
+        """Free the accumulation buffer, once compute has waited for a pending optimizer step that
+        reads it. Gradients must be cleared."""
         label = self._spec.label
         for storage in self.tensors.storages if self.tensors is not None else ():
             if storage.filled:
@@ -391,7 +392,8 @@ class GradientMemory:
             compute.manage(f"allocate gradients of {label}", storage.fill, storage)
 
     def _over_staging(self) -> WriteBuffer:
-        """Returns the staging buffer. The first call creates views, for which it needs memory."""
+        """Returns the staging buffer. The first call creates the views of the buffer, which must
+        have memory then."""
         if self._staged is None:
             assert self._staging is not None
             storage, slots = self._staging, self._spec.layout.slots

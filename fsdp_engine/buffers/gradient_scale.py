@@ -106,8 +106,8 @@ def gradient_scale(
 
 
 def _is_rounded_once(factor: float, dtype: torch.dtype, written: torch.dtype) -> bool:
-    """Returns whether a gradient in ``dtype`` can be multiplied by a Python number, which torch
-    does in ``dtype``, without rounding the product before it is written in ``written``."""
+    """Returns whether the product of a gradient in ``dtype`` and the number ``factor`` is rounded
+    only when it is written in the dtype ``written``. Torch computes such a product in ``dtype``."""
     if factor == 1.0 or dtype == written or dtype.itemsize > written.itemsize:
         return True
     # A power of two changes only the exponent. The range of exponents of fp16 is smaller than that

@@ -149,13 +149,13 @@ class Gradients:
     Args:
         spec: The layout, the dtypes and the depths of the buffer.
         context: The communicators, the lanes and the memory of the engine.
-        options: The options of the engine, which say how gradients are scaled.
+        options: The options of the engine, which determine how gradients are scaled.
         pending: The pending optimizer step of the buffer, which may read the gradients.
 
     Attributes:
         step: The gradients of the current step; None: gradients are cleared.
-        writer: The writer of the current backward; None: no gradient was written yet, or their
-            reduction is submitted.
+        writer: The writer of the current backward; None: no gradient was written yet, or the
+            reduction of the written gradients is submitted.
         optim_depth: The depth of the optimizer's shard.
         writes_to_staging: Whether gradients are sharded, so that full gradients are written into a
             staging buffer.
@@ -213,7 +213,8 @@ class Gradients:
 
     @property
     def rest_bytes(self) -> int:
-        """Bytes of the accumulation buffer and, in another dtype, of the optimizer's shard."""
+        """Bytes of the accumulation buffer, and of the optimizer's shard if it has a dtype of its
+        own."""
         return self._memory.rest_bytes
 
     @property
@@ -234,7 +235,8 @@ class Gradients:
         return self._scale.num_ranks
 
     def divide_by(self, divisor: float) -> None:
-        """Divide sums over the ranks by ``divisor`` from the next gradient on.
+        """Divide sums over the ranks by ``divisor`` from the next gradient on. Has no effect with
+        the option ``average_in_collective``.
 
         Raises:
             RuntimeError: Gradients are sent in fp16, and a backward has run with another divisor.
@@ -268,7 +270,8 @@ class Gradients:
         return self.accumulation().accum
 
     def for_optimizer(self) -> ShardedBuffer:
-        """Returns the buffer of which the optimizer reads the shard at the depth of OPTIM."""
+        """Returns the buffer that contains the shard at the depth of OPTIM, which the optimizer
+        reads."""
         return self.accumulation().for_optimizer
 
     def give_out(self) -> GradientTensors:
@@ -312,7 +315,8 @@ class Gradients:
         self.writer = GradientWriter(target, self._scale, adds)
 
     def resume(self) -> None:
-        """Prepare reduced gradients for new ones that are added: see [Note: Reducing again]."""
+        """Prepare the accumulation buffer, which holds reduced gradients, so that new gradients can
+        be added and reduced with them: see [Note: Reducing again]."""
         accum = self.main_grads()
         self._context.lanes.compute.access(writes=(accum.tensor,))
         mesh_communicators, spec = self._context.mesh_communicators, self._spec
@@ -320,7 +324,8 @@ class Gradients:
         keep_owned(accum, spec.optim_depth, factor)
 
     def end_writing(self) -> None:
-        """End the writing of this backward: gradients that were not written become zeros."""
+        """End the writing of this backward. Gradients that were not written become zeros, unless
+        the accumulation buffer has a sum for their parameter."""
         step, writer = self.step, self.writer
         assert step is not None
         assert writer is not None
@@ -340,8 +345,9 @@ class Gradients:
             writer.target.zero_padding()
 
     def written(self) -> WriteBuffer:
-        """Returns the buffer with this backward's gradients before any reduction. Between
-        backwards, and only if gradients are not sharded, it is the accumulation buffer."""
+        """Returns the buffer that contains this backward's gradients before any reduction. Where
+        gradients are not sharded, this can also be called between backwards, and returns the
+        accumulation buffer."""
         return self._tensors().written if self.writer is None else self.writer.target
 
     def zero_missing(self) -> None:
@@ -417,7 +423,7 @@ class Gradients:
         return self._memory.release(step.tensors, looks=looks)
 
     def begin_zeroed(self) -> bool:
-        """Drop the step, and begin the next one with the same memory, which is zeroed.
+        """Drop the step, and begin the next one with the same memory. The memory is zeroed.
 
         Returns:
             Whether the gradients have memory. False: nothing was changed.

@@ -1,4 +1,4 @@
-"""Tensors of parameters over values in the layout of main weights, for extensions."""
+"""Views of values that have the layout of main weights, one for each parameter. For extensions."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ParamAndGradBuffer:
         context: The communicators, the lanes and the memory of the engine.
         records: The parameters, in any order.
         codec: The codec of this buffer. Each buffer has a codec object of its own.
-        options: The options of the engine, which say how gradients are scaled.
+        options: The options of the engine, which determine how gradients are scaled.
         broadcast: Initialise the weights with the values of the first rank of the mesh.
 
     Attributes:
@@ -100,7 +100,8 @@ class ParamAndGradBuffer:
         sharded_params: The parameters that users see.
         hooks: The hooks that users registered on the parameters.
         gradient_hooks: The hooks of the engine on gradients; None: the engine is not built yet.
-        reads: Reads of the parameters outside of their unit's forward.
+        reads: The record of the user's accesses to sharded parameters outside of their unit's
+            forward.
     """
 
     def __init__(
@@ -385,7 +386,8 @@ class ParamAndGradBuffer:
         if grads is None:
             return []
         # A DTensor is distributed over all ranks of the model. Any other parameter is sharded over
-        # the mesh of this buffer, for each rank of which there are `num_others` ranks of the model.
+        # the mesh of this buffer only, and `num_others` ranks of the model hold the same shard for
+        # each rank of this mesh that holds it.
         parts, sharing = self.layout.num_shards, self.mesh.size * num_others
         return [
             (grads[start:stop], num_ranks // (parts * shards) if shards else sharing // parts)

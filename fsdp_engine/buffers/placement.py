@@ -1,7 +1,7 @@
 """This rank's shards of main weights and gradients: their memory, and how it is read and written.
 
-A seam: these classes store shards in memory of the device. A subclass of :class:`Placement` creates
-shards in other memory.
+These classes are a seam (see ``docs/design.md``). They store shards in memory of the device. A
+subclass of :class:`Placement` creates shards in other memory.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class MainShard:
     """This rank's shard of the main weights, and the operations with which gathers read it.
 
     Args:
-        spec, context: The spec and context of the buffer.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: The communicators, the lanes and the memory of the engine.
         codec: The codec of the buffer.
         tensor: The memory of the shard, 1-D; None: it is allocated.
 
     Attributes:
-        buffer: The shard, at the depth of OPTIM. Its tensor has its own version counter, which
-            edits in place increase, and gathers into the same memory do not.
+        buffer: The shard, at the depth of OPTIM. Edits in place increase the version counter of its
+            tensor. Gathers into the same memory do not.
         memory: Storages that need memory while the operations of :meth:`source` run.
         is_resident: Whether the shard is in memory of the device, so that gathers can send it
             without a copy.
@@ -88,7 +89,7 @@ class MainShard:
         """Called after code of the host has written the shard."""
 
     def give_back(self) -> None:
-        """Remove the memory from the ledger; it is freed with this object."""
+        """Subtract the memory from the ledger. The memory is freed with this object."""
         if self._own is not None:
             self._memory.give_back(self._own, self._role)
 
@@ -97,7 +98,8 @@ class GradientShard:
     """This rank's shard of accumulated gradients, and the memory that reductions write.
 
     Args:
-        spec, context: The spec and context of the buffer.
+        spec: The layout, the dtypes and the depths of the buffer.
+        context: The communicators, the lanes and the memory of the engine.
         depth, dtype: The depth and dtype of the shard.
 
     Attributes:
@@ -130,7 +132,7 @@ class GradientShard:
         """Allocate the shard. Returns the buffer for users and the buffer that reductions write.
 
         Args:
-            storages: A list to which storages are added that can be freed while gradients are
+            storages: A list. The method appends the storages that can be freed while gradients are
                 cleared.
             sent: Collectives send or receive from the memory.
         """
@@ -167,7 +169,8 @@ class Placement:
     def make_gradients(
         self, spec: BufferSpec, context: BufferContext, depth: int, dtype: torch.dtype
     ) -> GradientShard:
-        """Returns a shard for a buffer's accumulated gradients, or for those of its optimizer."""
+        """Returns a shard for a buffer's accumulated gradients, or for the gradients that the
+        optimizer reads."""
         return GradientShard(spec, context, depth, dtype)
 
     def make_pending_step(self, compute: Lane) -> PendingStep:

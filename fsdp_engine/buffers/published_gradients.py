@@ -5,7 +5,7 @@ Between two backwards users may change ``.grad``. When the next backward begins,
 ``.grad`` of each parameter:
 
     None                     cleared: the next gradient overwrites it
-    zeroed                   cleared, but without a next gradient it is zeros, as in one process
+    zeroed                   cleared; without a next gradient it stays zeros, as in one process
     as published, or edited  kept: the next gradient is added
     another tensor           kept instead of the published one: the next gradient is added
 
@@ -14,16 +14,16 @@ of a rank is a summand, and an edit of the summand is not an edit of the sum, so
 A plain tensor does not record that it was zeroed: it is kept, and the next gradient is added.
 
 Some reduced gradients must not be reduced once more. They are stored outside of the accumulation
-buffer, and added to it when its reduction is done:
+buffer, and added to the published gradients when the next reduction is done:
 
 - *Earlier* gradients are tensors that users have assigned to ``.grad``; gradients that a narrower
   ``grad_comm_dtype`` would round once more ([Note: Reducing again] in ``gradient_scale.py``); and
   gradients of parameters with hooks, because hooks of autograd see only the new gradient. Earlier
   gradients are added after the hooks have run.
 - *Penalties* are gradients that autograd accumulates into a sharded parameter itself, because the
-  loss contains a penalty on sharded parameters. The gradient of a penalty is that of the slice, and
-  is equal on all ranks that hold the slice. Penalties are part of the new gradient, and are added
-  before the hooks run.
+  loss contains a penalty on sharded parameters. Such a gradient has the elements of this rank's
+  slice, and is equal on all ranks that hold the slice. Penalties are part of the new gradient, and
+  are added before the hooks run.
 """
 
 from __future__ import annotations
@@ -126,7 +126,9 @@ class PublishedGradients:
         tensors = self._gradients.accumulation()
         published = self._published()
         versions = tensors.versions()
-        others = [] if all(map(is_, found, published)) else _places(map(is_not, found, published))
+        others = (
+            [] if all(map(is_, found, published)) else _true_indices(map(is_not, found, published))
+        )
         if reduced:
             step.used[:] = b"\1" * len(step.used)
         self._look_at_others(step, others, found)
@@ -135,12 +137,12 @@ class PublishedGradients:
             step.sums[index] = 0
             _drop_kept(step, index)
         if not reduced and step.versions and versions != step.versions:
-            for index in _places(map(ne, versions, step.versions)):
+            for index in _true_indices(map(ne, versions, step.versions)):
                 if found[index] is published[index] and index not in cleared:
                     self._clear_or_raise(step, index, published[index])
         step.versions = versions
         if self.is_plain:  # autograd would add to .grad in place, unscaled
-            detached = _places(map(is_not, found, repeat(None)))
+            detached = _true_indices(map(is_not, found, repeat(None)))
         else:
             detached = [index for index in others if found[index] is not None]
         self._found = FoundGradients(detached, unchanged=not others and not self.is_plain)
@@ -262,7 +264,8 @@ class PublishedGradients:
             self._gradients.make_step()
 
     def tensor(self, index: int) -> Tensor:
-        """Returns the published tensor of parameter ``index``, whether it is ``.grad`` or not."""
+        """Returns the published tensor of parameter ``index``, even if another tensor is its
+        ``.grad``."""
         return self._published()[index]
 
     def main_grad(self, index: int) -> Tensor:
@@ -447,7 +450,7 @@ class PublishedGradients:
         return gradients.accumulation().publish(self._params, gradients.optim_depth)
 
 
-def _places(flags: Iterable[bool]) -> list[int]:
+def _true_indices(flags: Iterable[bool]) -> list[int]:
     """Returns the indices of flags that are True."""
     return [place for place, flag in enumerate(flags) if flag]
 

@@ -149,7 +149,7 @@ class ShardedBuffer:
             depth = below
             if comm is None:
                 if is_last:
-                    operation: Operation = partial(_keep, summand, out, how)
+                    operation: Operation = partial(_write_summand, summand, out, how)
                     _add_reduction(
                         chain, context, "reduce-scatter", axis, summand, out, operation, how
                     )
@@ -163,8 +163,8 @@ class ShardedBuffer:
 
 
 def flat_source(param: torch.Tensor) -> Tensor:
-    """Returns the elements of ``param`` in row-major order, 1-D. Copies them only if its strides
-    need it."""
+    """Returns the elements of ``param`` in row-major order, 1-D. Copies the elements only if
+    the strides of ``param`` do not allow a view."""
     return param.detach().reshape(-1)
 
 
@@ -306,10 +306,10 @@ def _gather_operation(
         return partial(comm.gather_encoded, whole, part, source, tag)
     if comm is not None:
         return partial(comm.all_gather, whole, source, tag)
-    return partial(_bring, source, part)
+    return partial(_copy_source, source, part)
 
 
-def _bring(source: Tensor | None, target: Tensor) -> Steps:
+def _copy_source(source: Tensor | None, target: Tensor) -> Steps:
     if source is not None:
         target.copy_(source)
     yield from ()
@@ -342,8 +342,9 @@ def _all_reduce(
     how: Reduction,
 ) -> None:
     # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
-    # reduce-scatter of the communicator is followed by an all-gather. (Otherwise gloo's all-reduce
-    # is used, too: it is as fast as these two, and the host need not drive it in between.)
+    # reduce-scatter of the communicator is followed by an all-gather, if the ranks can have equal
+    # shards. In all other cases the backend's all-reduce is used. On gloo it is as fast as these
+    # two collectives, and does not need the host between them.
     if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
         operation = partial(comm.all_reduce, tensor, average=how.average, tag=how.tag)
         _add_reduction(chain, context, "all-reduce", axis, tensor, tensor, operation, how)
@@ -379,7 +380,7 @@ def _add_reduction(
     chain.add(context.lanes.reduce(axis), label, operation, reads=[sent], writes=[sent, out])
 
 
-def _keep(source: Tensor, out: Tensor, how: Reduction) -> Steps:
+def _write_summand(source: Tensor, out: Tensor, how: Reduction) -> Steps:
     """Write the sum along an axis of one rank, which is this rank's summand, into ``out``."""
     if how.accumulate:
         out.add_(source, alpha=1.0 / how.boost)

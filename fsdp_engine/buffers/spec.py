@@ -27,9 +27,9 @@ class ParamRecord:
         aliases: All names of the parameter, including the first one.
         spread: The placement of a DTensor on mesh dimensions other than the engine's; None: the
             parameter is a plain tensor. Set when the parameter is planned.
-        is_written: Whether this rank writes its elements to checkpoints. False: another rank of
-            those mesh dimensions holds the same elements and writes them. Set when the parameter
-            is planned.
+        is_written: Whether this rank writes its elements to checkpoints. False: another rank along
+            the mesh dimensions of ``spread`` holds the same elements and writes them. Set when the
+            parameter is planned.
         expert: The expert that this rank holds, if this is an expert parameter, which only some
             data-parallel ranks share. Set when ranks have exchanged their experts.
     """

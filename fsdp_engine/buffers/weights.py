@@ -157,8 +157,8 @@ class Weights:
         return self._seen_version == self._main.tensor._version
 
     def belong_to(self, buffer: Any) -> None:
-        """Called when ``buffer`` has been built, the
-        :class:`~.param_and_grad_buffer.ParamAndGradBuffer` with these weights."""
+        """Called when the :class:`~.param_and_grad_buffer.ParamAndGradBuffer` of these weights,
+        ``buffer``, has been built."""
 
     def check_written(self, name: str) -> None:
         """Check that values which forward has written into full parameters can become main weights.
@@ -237,8 +237,8 @@ class Weights:
 
         Args:
             refreshed: The ticket of a refresh, which gathers must follow; empty: no refresh.
-            stepped: The tickets of a pending optimizer step. Without a refresh, which follows them
-                itself, gathers must follow them.
+            stepped: The tickets of a pending optimizer step. A refresh follows them. Without a
+                refresh, the gathers must follow them.
             is_held: The parameters are gathered already.
         """
         if is_held:
@@ -291,7 +291,7 @@ class Weights:
             self._drain(storage)
 
     def note_access(self) -> None:
-        """Tell the compute lane that the model reads full parameters from now on."""
+        """Declare on the compute lane that the model reads full parameters from now on."""
         self._context.lanes.compute.access(reads=self._reads)
 
     def _fill(self, storages: Sequence[TransientStorage]) -> bool:
@@ -363,8 +363,8 @@ class Weights:
         over allocated memory.
 
         Args:
-            wire: The encoded weights that are held between uses. They are the full parameters if
-                these are not sharded.
+            wire: The encoded weights that are held between uses. If parameters are not sharded,
+                these are the full parameters.
         """
         layout, at, dtype = self._spec.layout, self._at, self._full_dtype
         if not self.reshards:

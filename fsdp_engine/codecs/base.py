@@ -10,7 +10,8 @@ that needs other buffers defines its own class of weights (``weights_class``).
 `tests/extensions/meetings/test_codec_contract.py` checks this contract for every codec:
 
 - *Ranks agree.* Full parameters and state have the same bits on every rank. One rank with the full
-  main weights computes the same bits (for Transformer Engine only without NaN).
+  main weights computes the same bits. (With Transformer Engine, this holds for weights without
+  NaN.)
 - *Padding.* Main elements outside of pieces may have any value, including NaN. They change no
   parameter and no scale. Wire elements outside of pieces need not be written.
 - *Empty pieces.* A rank that holds no element of a parameter, or of all parameters, takes part in
@@ -65,8 +66,8 @@ class ParamCodec(ABC):
         wire_dtype: Dtype of the gathered elements.
         is_identity: Whether main weights and wire have the same bytes, so that main weights may be
             a view of the wire.
-        encodes_shards: Whether ``encode`` accesses only the memory of its arguments, so that main
-            weights may be in other memory and be copied to the device for it.
+        encodes_shards: Whether ``encode`` accesses only the memory of its arguments. Main weights
+            may then be in other memory, from which they are copied to the device for ``encode``.
         keeps_wire: Whether this rank's shard of the wire is kept between uses at every level.
         num_gathers: Number of gathers for all tensors that forward and backward read.
         follows_gathers: Whether the class overrides ``after_gather`` or ``before_release``.
@@ -160,8 +161,8 @@ class ParamCodec(ABC):
         Args:
             param: The user's parameter. For a codec that ``converted`` has made, it is the
                 parameter that modules compute with so far, whose contents the result then replaces.
-            full: The full parameter, a tensor of its shape for each wire. They may have no memory
-                during this call.
+            full: The full parameter: for each wire, a tensor of the parameter's shape. These
+                tensors may have no memory during this call.
         """
         return nn.Parameter(full[0], requires_grad=param.requires_grad)
 
@@ -184,8 +185,8 @@ class ParamCodec(ABC):
 
 
 # A function of a parameter's name, the parameter and its dtypes. It returns a key and a factory of
-# codecs, or None if it has no codec for the parameter. Parameters with equal keys may share a
-# buffer, and therefore a codec.
+# codecs, or None if the rule does not apply to the parameter. Parameters with equal keys may share
+# a buffer, and therefore a codec.
 CodecRule = Callable[
     [str, torch.Tensor, ParamDtypes], "tuple[str, Callable[[], ParamCodec]] | None"
 ]
@@ -215,10 +216,11 @@ class CodecRules(EngineExtension):
 
 
 class ParamClass:
-    """Seam: the rules for sharding parameters of some tensor subclasses.
+    """The rules for sharding parameters of some tensor subclasses.
 
-    Extensions add instances by :func:`add_param_class` when the package is imported. Parameters
-    that no instance takes are *plain*.
+    This class is a seam (see ``docs/design.md``): extensions add instances of subclasses by
+    :func:`add_param_class` when the module ``engine`` is imported. Parameters that no instance
+    takes are *plain*.
     """
 
     def takes(self, param: Tensor) -> bool:
@@ -237,7 +239,7 @@ class ParamClass:
         """Check that ``param``, which this object takes, can be sharded.
 
         Raises:
-            ValueError: It cannot. The message names it.
+            ValueError: ``param`` cannot be sharded. The message names it.
         """
 
     def marks(self, param: Tensor) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 Lanes and collectives of the host record their operations in ``ACTIVITY`` (a few attributes, without
 communication), so that an error can name the operation that failed and the last one that completed.
-A :class:`Monitor` is a seam: the monitor of an extension observes other ranks, too.
+A :class:`Monitor` is a seam: an extension has a monitor that also observes other ranks.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Monitor:
         return {}
 
     def give_reason(self, ranks: Sequence[int], text: str) -> None:
-        """Publish ``text`` to ``ranks``, whose failing waits then raise a ValueError with it."""
+        """Publish ``text`` to ``ranks``. When a wait fails there, the rank raises a ValueError with
+        this text."""
 
     def reason(self) -> str | None:
         """Returns the text that another rank has published for this rank, if any."""
@@ -99,7 +100,7 @@ _MAKERS: list[Callable[[], Monitor]] = []
 
 
 def monitor_by(maker: Callable[[], Monitor]) -> None:
-    """Register the function that makes monitors. They need a store that the ranks share."""
+    """Register the function that makes monitors. A monitor needs a store that the ranks share."""
     _MAKERS[:] = [maker]
 
 

@@ -22,7 +22,7 @@ def agree(
 
     Args:
         what: Name of the operation in the message.
-        error: The error of this rank. None: it can continue.
+        error: The error of this rank. None: this rank can continue.
         group: The group of all ranks. None: there is a single rank.
         value: An object that is sent to the other ranks.
         call: See :func:`.gather_objects`.
@@ -36,7 +36,7 @@ def agree(
         DifferentCallsError: Ranks have called different operations. All ranks raise.
     """
     if isinstance(error, DifferentCallsError) and error.group is group:
-        raise error  # all ranks of the group have raised it, so none enters this exchange
+        raise error  # all ranks of the group raise this error, so none enters this exchange
     found = None if error is None else (type(error).__name__, str(error))
     try:
         gathered: list[Any] = gather_objects((found, value), group, what, call=call)

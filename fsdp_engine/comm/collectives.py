@@ -39,7 +39,7 @@ from fsdp_engine.comm.groups import name_of_backend
 from fsdp_engine.memory import allocator
 
 Work = dist.Work
-# Objects with a method `wait`.
+# Yields sequences of works, which are objects with a method `wait`.
 Steps = Iterator[Sequence[Any]]
 
 # Methods of groups are called directly, because the functions of torch.distributed around them
@@ -115,7 +115,7 @@ class Communicator:
         Args:
             full: The destination.
             own: This rank's shard of ``full``.
-            encode: Writes the tensors of the sequence that is its argument.
+            encode: An operation that writes into the tensors of a sequence, its argument.
             tag: Tag that distinguishes these messages from others in flight.
         """
         yield from encode((own,))
@@ -135,8 +135,8 @@ class Communicator:
         """Sum the ``full`` tensors of all ranks, and write this rank's shard of the sum to ``out``.
 
         Args:
-            full: The addend of this rank. It is sent in its dtype. This rank's shard of it may be
-                overwritten.
+            full: The summand of this rank. It is sent in its dtype. This rank's shard of ``full``
+                may be overwritten.
             out: The destination, which may be this rank's shard of ``full``.
             reduce_dtype: The dtype of sums. None: the dtype of ``full``.
             average: Divide the sum by the number of ranks.
@@ -186,7 +186,7 @@ class Communicator:
         """Sum (or average) ``tensor`` over all ranks in place, with the backend's all-reduce.
 
         Args:
-            tensor: The addend of this rank, and the result.
+            tensor: The summand of this rank, and the result.
             average: Divide the sum by the number of ranks.
             tag: Tag of messages, for subclasses that send some: ``tag`` and ``tag + 1``.
         """
@@ -245,7 +245,7 @@ class Communicator:
     def _peers(self) -> Iterator[tuple[int, int]]:
         """Yields (rank to send to, rank to receive from).
 
-        At each step every rank receives from one other rank.
+        In each iteration every rank sends to one rank and receives from one rank.
         """
         for step in range(1, self.size):
             yield (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -264,8 +264,8 @@ class Communicator:
         self, full: Tensor, out: Tensor, wide: torch.dtype | None, accumulate: bool, tag: int
     ) -> Steps:
         own = self.part(full)
-        # One shard is received directly into the destination, if no values in it are needed. Two
-        # ranks then need no other memory.
+        # One shard is received directly into the destination, if the values there are not needed.
+        # With two ranks, no other memory is then needed.
         in_place = _at_one_place(out, own)
         lands = not accumulate and not in_place and out.dtype == full.dtype and wide is None
         num_slots = self.size - 1 - int(lands)
@@ -419,7 +419,8 @@ def gather_objects(
     *,
     call: str | None = None,
 ) -> list[object]:
-    """Returns the ``value`` of every rank, on every rank. For construction and errors only.
+    """Returns the ``value`` of every rank, on every rank. Pickles the values, so that it is not for
+    use in every step.
 
     Args:
         value: The object of this rank.

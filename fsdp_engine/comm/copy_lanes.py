@@ -20,7 +20,8 @@ def names_of_copies(what: str) -> tuple[str, str]:
 
 
 def copied_on(lane: str) -> str:
-    """Returns the ``what`` of a lane of :func:`make_copy_lanes`, or "" for another lane.
+    """Returns the name of the tensors that a lane of :func:`make_copy_lanes` copies, or "" for any
+    other lane.
 
     Args:
         lane: The name of the lane.
@@ -64,7 +65,7 @@ def compute_waits_for(event: torch.Event) -> None:
     """Make the model's stream wait for ``event``.
 
     Work that is submitted to this stream afterwards runs after ``event``, and so does work of lanes
-    that waits for it.
+    that waits for this stream.
     """
     event.wait()
 
@@ -86,7 +87,8 @@ def mark(device: torch.device) -> Callable[[], None]:
 
 
 def device_seconds(device: torch.device, action: Callable[[], object]) -> float:
-    """Returns the device seconds of the work that ``action`` submits. The host waits for it."""
+    """Returns the seconds that the device takes for the work that ``action`` submits. The host
+    waits for the work."""
     module = module_of(device)
     begin, end = (module.Event(enable_timing=True) for _ in range(2))
     stream = module.current_stream(device)

@@ -3,10 +3,10 @@
 [Note: Captured graphs]
 While the caller's stream is captured into a graph, operations of all lanes belong to the graph: a
 stream joins the capture before its first operation or allocation in it, by a wait for the caller's
-stream. Tickets do not cross the border of a capture. A ticket from before needs no wait, because a
-capture begins with a synchronisation of the device. Work of a graph runs when the graph is
-replayed, on the stream of its caller, and the host does not know of it. After a capture, each
-operation outside of a graph therefore waits for the caller's stream.
+stream. Within a capture, lanes do not wait for tickets from before it, because a capture begins
+with a synchronisation of the device; after a capture, they do not wait for its tickets. Work of a
+graph runs when the graph is replayed, on the stream of the caller, and no lane has a ticket for it.
+After a capture, each operation outside of a graph therefore waits for the caller's stream.
 """
 
 from __future__ import annotations
@@ -158,9 +158,9 @@ class DeviceLane:
     def wait(self, *tickets: Ticket) -> None:
         """See :class:`Lane`. The stream waits, not the host.
 
-        Of several tickets of one stream it waits for the newest only. It does not wait for tickets
-        of its own stream, or again for the ticket of the last wait. While compute's waits are
-        measured, each ticket is waited for.
+        Of several tickets of one stream, the stream waits for the newest only. It does not wait for
+        its own tickets, or again for the ticket of the last wait. While waits of compute are
+        measured, compute's stream waits for each ticket.
         """
         stream, captures = self._target(), self._is_capturing()
         each_is_timed = self._stream is None and bool(self.meters) and not captures

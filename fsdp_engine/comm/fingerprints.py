@@ -20,8 +20,7 @@ _FACTOR = 6364136223846793005
 def fingerprints(tensors: Iterable[Tensor]) -> list[int]:
     """Returns a number for each tensor that depends on all of its bits and their order.
 
-    Tensors with different bits have the same number with a probability of about 2**-64. The host
-    waits for the device once.
+    Tensors with different bits usually have different numbers. The host waits for the device once.
     """
     found = [fingerprint(tensor) for tensor in tensors]
     return torch.stack(found).tolist() if found else []
@@ -73,10 +72,7 @@ def _integers_of(tensor: Tensor) -> Tensor:
 
 
 def _factors(num: int, device: torch.device) -> Tensor:
-    """Returns an odd pseudo-random number for each of ``num`` elements.
-
-    The numbers are not cached, because they are as large as the weights.
-    """
+    """Returns an odd pseudo-random number for each of ``num`` elements."""
     mixed = torch.arange(1, num + 1, dtype=torch.int64, device=device).mul_(_FACTOR)
     mixed = mixed.bitwise_xor_(mixed >> 29).mul_(_FACTOR)
     return mixed.bitwise_xor_(mixed >> 32).bitwise_or_(1)

@@ -16,8 +16,9 @@ from pathlib import Path
 
 _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
-# Threads count as idle if they sleep at this number of consecutive checks, with this interval. At
-# one check a thread may sleep because it waits for the lock, which is free between checks.
+# Threads count as idle if they sleep at this number of consecutive checks, with this interval. One
+# check is not enough: a thread may sleep because it waits for the lock, which this thread releases
+# between checks.
 _LOOKS = 3
 _INTERVAL_SECONDS = 0.005
 _MOST_SECONDS = 2.0

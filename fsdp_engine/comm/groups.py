@@ -33,7 +33,7 @@ atexit.register(gloo_threads.wait_until_idle)
 def group_of_ranks(
     ranks: Iterable[int], like: dist.ProcessGroup, device: torch.device, *, purpose: str = "ranks"
 ) -> dist.ProcessGroup:
-    """Returns the group of these ranks for one purpose, which is made at the first call.
+    """Returns the group of these ranks for one purpose. The first call makes the group.
 
     Collective over these ranks.
 
@@ -197,8 +197,9 @@ class Ranks:
         device: The device of this rank's tensors.
         control_group: The group of all ranks for small messages. None for a single rank.
         message_group: The group of all ranks for messages that the host waits for while the device
-            computes. A communicator runs its collectives in order, so on an accelerator none of
-            this group's collectives waits for computation of the device. None for a single rank.
+            computes. None of its collectives may wait for computation of the device, because a
+            communicator runs its collectives in order. So on an accelerator this is a group of its
+            own. None for a single rank.
     """
 
     device_mesh: DeviceMesh

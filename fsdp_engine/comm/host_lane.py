@@ -187,7 +187,8 @@ class HostLane:
         ticket.start()
 
     def record(self) -> Ticket:
-        """See :class:`Lane`. Only the compute lane is recorded, whose work is already done."""
+        """See :class:`Lane`. Called on the compute lane only. Its work is done when the host calls
+        this."""
         return _DONE
 
     def wait(self, *tickets: Ticket) -> None:

@@ -42,7 +42,7 @@ def _key() -> str:
 
 
 def announce_rank() -> None:
-    """Count this rank among those that share its cores."""
+    """Count this rank as one of the ranks that share its cores."""
     if dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     store, key = _get_default_store(), _key()

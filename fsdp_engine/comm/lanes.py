@@ -8,8 +8,8 @@ There are five lanes: compute (the user's model), a gather and a reduce lane for
 such a pair for the outer axis. Work on one lane runs in the order of submission. Between lanes only
 tickets order work. On CUDA a lane is a stream and a ticket an event; the host never waits. On CPU
 compute is the host itself, a lane is a FIFO of asynchronous works, and waiting for a ticket drives
-its operation to the end. Of several tickets of one stream a lane waits for the newest only. It does
-not wait for its own tickets.
+its operation to the end. On CUDA, a lane waits for only the newest of several tickets of one
+stream, and does not wait for its own tickets.
 
 Accelerators have a sixth lane, which encodes main weights for gathers, so that a cast does not wait
 for the all-gather of the previous unit. On CPU the host casts when it issues the gather. Copies
@@ -19,8 +19,8 @@ An operation is a generator (``collectives.py``) that yields the works that must
 continues. On CUDA it runs to its end at submission, because its stream waits. On CPU it starts at
 submission if its predecessors are done, otherwise at the next submission or wait on its lane.
 
-Submissions name the tensors that they read and write. These lanes ignore the names; lanes of tests
-record them and prove that every two conflicting accesses are ordered.
+Submissions name the tensors that they read and write. The lanes of this package ignore these
+tensors. Lanes in tests record them, and check that every two conflicting accesses are ordered.
 
 Each lane and each operation has the same name in profiles, in ``engine.measure()``, in errors, and
 in the timeline of a simulation.
@@ -115,7 +115,7 @@ class Ticket(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the host knows that the work before this point is done."""
+        """Whether the host has observed that the work before this point is done."""
         ...
 
 
@@ -162,7 +162,7 @@ class Lane(Protocol):
         ...
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Declare that later work without submissions (the model's) accesses these tensors."""
+        """Declare that later work which is not submitted, the model's, accesses these tensors."""
         ...
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
@@ -207,7 +207,8 @@ class Lanes:
 
     @property
     def encode(self) -> Lane:
-        """The lane on which codecs encode weights, if their gather is another operation."""
+        """The lane on which codecs encode weights in an operation of their own, before the
+        gather."""
         return self.inner_gather if self.copy_in is None else self.copy_in
 
     def drain(self) -> list[Exception]:
@@ -318,7 +319,7 @@ class GradientStream:
     def has_graphs(self) -> bool:
         """Returns whether the current stream is captured into a graph, or was in an earlier call.
 
-        Replays of a graph change weights unknown to the host.
+        The host cannot observe changes of weights by replays of a graph.
         """
         self._has_graphs = self._has_graphs or self._is_capturing()
         return self._has_graphs

@@ -61,7 +61,7 @@ class DataMesh(Ranks):
         device_mesh: The mesh of the user, with dimensions (inner,) or (outer, inner).
         outer: The outer axis. It has size 1 for a mesh of one dimension.
         inner: The inner axis.
-        part_of: The mesh of which this one is a row; None: it is no part of another one.
+        part_of: The mesh of which this one is a row. None: this mesh is not a row of another one.
     """
 
     outer: MeshAxis
@@ -169,7 +169,8 @@ class DataMesh(Ranks):
         dimensions (tensor parallelism, for example). Collective over all of them.
 
         Args:
-            others: A mesh for each of these dimensions. They and this mesh are slices of one mesh.
+            others: A mesh for each of these dimensions. These meshes and this one are slices of one
+                mesh.
 
         Raises:
             ValueError: See :func:`joint_mesh`.
@@ -201,7 +202,8 @@ _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Ax
 
 
 def ranks_that_meet(device_mesh: object) -> list[int]:
-    """Returns the ranks that take part in a call: those of the mesh, or all if it is no mesh.
+    """Returns the ranks that take part in a call: those of the mesh, or all ranks if the argument
+    is not a mesh.
 
     For None, torch.distributed is initialised first, so that a rank can report its errors to the
     others.
@@ -383,8 +385,8 @@ def _make_axis(
 def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
     """Make the communicators of ``groups`` in this order. Collective.
 
-    A backend makes them at the first collective of a group. In training this would happen in a hook
-    of autograd, and the host would wait there.
+    Otherwise the backend would make them at the first collective of each group, which runs in a
+    hook of autograd, and the host would wait there.
     """
     if is_accelerator(device):
         for group in dict.fromkeys(each for each in groups if each is not None):

@@ -14,9 +14,10 @@ PENDING: list[weakref.ref[PendingStep]] = []
 
 
 class PendingStep:
-    """Seam: an optimizer step of one buffer that compute has not waited for.
+    """An optimizer step of one buffer that compute has not waited for.
 
-    In this class steps run on the compute lane, so none is pending.
+    This class is a seam (see ``docs/design.md``). Its steps run on the compute lane, so none is
+    pending.
 
     Compute waits for a pending step before it accesses a tensor of the step. Gathers of the buffer
     are submitted after the step, so compute waits for both together. Functions of FlatDTensors,
@@ -27,7 +28,7 @@ class PendingStep:
         compute: The compute lane of the engine.
 
     Attributes:
-        tickets: Tickets of the step, for which operations on the parameters have to wait. Empty if
+        tickets: Tickets of the step. Operations on the parameters have to wait for them. Empty if
             no step is pending.
     """
 

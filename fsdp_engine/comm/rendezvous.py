@@ -9,7 +9,7 @@ the rendezvous, and the rendezvous names the groups that are created after it.
 A rendezvous has one verdict. The first verdict that is written is valid on all ranks:
 
     all ranks have arrived                      all continue
-    a rank reports an error                     all raise it; the failed rank does not wait
+    a rank reports an error                     all raise the error; that rank does not wait
     ranks have different notes                  all raise, with both notes
     two ranks wait in different rendezvous      the ranks of both raise
     a rank waits in a later operation           all raise, including that rank
@@ -37,7 +37,8 @@ from fsdp_engine.comm import activity
 from fsdp_engine.comm.activity import ACTIVITY, missing_ranks, monitor, start_monitor
 from fsdp_engine.memory import allocator
 
-# Time until the first check of where missing ranks wait, and the longest time between checks.
+# Time until the first check of where missing ranks wait, the longest time between two checks, and
+# the longest time between two reads of the verdict.
 FIRST_CHECK_SECONDS = 2.0
 MOST_SECONDS_BETWEEN_CHECKS = 60.0
 LONGEST_SLEEP_SECONDS = 0.1
@@ -103,9 +104,9 @@ def meet(
         note: A text that must be the same on all ranks.
         has: Whether this rank already has the object that the rendezvous is for.
         groups: Groups whose collectives follow the rendezvous, while no earlier collective is
-            pending. A rank that keeps waiting in a collective of them will therefore not arrive:
-            the rendezvous fails, and ends the wait of that rank with its error. Connections of gloo
-            groups are closed for this.
+            pending. A rank that keeps waiting in a collective of one of these groups will therefore
+            not arrive. In this case the rendezvous fails, and the connections of gloo groups are
+            closed, so that the waiting rank raises an error with the same text.
 
     Raises:
         RuntimeError: A rank did not arrive, and the message names the ranks; or a rank has reported
@@ -155,7 +156,7 @@ def reporting(what: str, ranks: Sequence[int]) -> Iterator[None]:
 
 
 class _Place:
-    """One rendezvous on this rank. Making this object counts as this rank's arrival.
+    """One rendezvous on this rank. Creating this object counts as the arrival of this rank.
 
     The store contains, for each set of ranks, the number of arrivals of each rank; for each
     rendezvous, the number of ranks that have arrived, the number of these with ``has``, the first
@@ -170,7 +171,7 @@ class _Place:
         self._what = what
         self._ranks = sorted(ranks)
         self._crowd = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:20]
-        self._number = self._times_come(self._crowd, self._rank, 1)
+        self._number = self._count_arrivals(self._crowd, self._rank, 1)
         self._base = f"{self._crowd}.{self._number}"
 
     def wait_for_all(self, timeout: timedelta, note: str, has: bool) -> Rendezvous:
@@ -201,9 +202,9 @@ class _Place:
         if kind == "elsewhere":
             content, both = content
             for crowd, number, ranks in both:
-                if self._rank in ranks and self._times_come(crowd, self._rank, 0) < number:
+                if self._rank in ranks and self._count_arrivals(crowd, self._rank, 0) < number:
                     # This rank counts as arrived in the other rendezvous, which has failed, too.
-                    self._times_come(crowd, self._rank, 1)
+                    self._count_arrivals(crowd, self._rank, 1)
         if kind in ("missing", "elsewhere"):
             raise RuntimeError(content)
         return Rendezvous(self._base, content)
@@ -242,10 +243,12 @@ class _Place:
     def missing(self) -> list[int]:
         """Returns the ranks that have not arrived."""
         return [
-            rank for rank in self._ranks if self._times_come(self._crowd, rank, 0) < self._number
+            rank
+            for rank in self._ranks
+            if self._count_arrivals(self._crowd, rank, 0) < self._number
         ]
 
-    def _times_come(self, crowd: str, rank: int, more: int) -> int:
+    def _count_arrivals(self, crowd: str, rank: int, more: int) -> int:
         return self._store.add(f"{crowd}/{rank}", more)
 
     def _waits_at(self, rank: int) -> tuple[str, list[int], str, int] | None:
@@ -262,7 +265,7 @@ class _Place:
                 continue
             what, ranks, crowd, number = there
             verdict = f"{crowd}.{number}/verdict"
-            waits = self._times_come(crowd, self._rank, 0) < number
+            waits = self._count_arrivals(crowd, self._rank, 0) < number
             if waits and not self._store.check([verdict]):
                 text = (
                     f"expected all ranks to do the same; found rank {self._rank} in {self._what} "

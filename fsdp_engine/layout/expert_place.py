@@ -29,7 +29,7 @@ class ExpertPlace:
         size: Number of these ranks.
         layer: Name of the module that holds this rank's experts, followed by a dot. "" if names
             have global indices.
-        num_local: Number of expert modules of a rank. 0: the experts are in one tensor, or names
+        num_local: Number of expert modules on each rank. 0: the experts are in one tensor, or names
             have global indices.
         names: If names have global indices, the names of the corresponding parameters of all ranks.
     """
@@ -42,7 +42,8 @@ class ExpertPlace:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the tensor is a shard of one tensor for all experts, along the first dim."""
+        """Whether the tensor is this rank's shard, along the first dim, of a tensor of all
+        experts."""
         return bool(self.layer) and not self.num_local
 
     def rename(self, name: str, rank: int | None = None) -> str:
@@ -63,6 +64,7 @@ class ExpertPlace:
         return [self.rename(name, rank) for rank in range(self.size)]
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of all experts' tensor, from the ``shape`` of this rank's shard."""
+        """Returns the shape of the tensor of all experts, from the ``shape`` of this rank's
+        shard."""
         first, *others = shape
         return (first * self.size, *others)

@@ -7,9 +7,9 @@ A :class:`Layout` places tensors in a buffer of ``numel`` elements, which is sha
     |     inner 0     |     inner 1     |     depth 1: one shard for each inner rank
     | out 0  | out 1  | out 0  | out 1  |     depth 2: inner shards, sharded over outer ranks
 
-Ranges nest ([Note: Depth] in ``strategies/pair.py``). A tensor with a shard boundary inside is held
-in pieces by neighbouring ranks. Layouts need no device and no process group, so a layout for 4,096
-ranks can be tested in one process.
+Ranges nest ([Note: Depth] in ``strategies/pair.py``). If a shard boundary is inside a tensor,
+neighbouring ranks hold pieces of the tensor. Layouts need no device and no process group, so a
+layout for 4,096 ranks can be tested in one process.
 
 Worked example: two tensors of shape (10, 7) and (50,), two inner ranks, one outer rank. Starts are
 multiples of 64: the first tensor has elements [0, 70), the second [128, 178). Shards are equal and
@@ -46,7 +46,8 @@ class TensorSlot:
         name: Name of the tensor.
         shape: Its shape.
         offset: Index of its first element in the buffer.
-        granule: Elements that no shard boundary may separate, counted from the tensor's start.
+        granule: Number of consecutive elements, counted from the tensor's start, that no shard
+            boundary may separate.
     """
 
     name: str
@@ -146,7 +147,7 @@ class Layout:
 
     @property
     def padding(self) -> int:
-        """Number of elements that belong to no tensor, those after the last tensor included."""
+        """Number of elements that belong to no tensor, including those after the last tensor."""
         return self.numel - self.num_tensor_elements
 
     @cached_property

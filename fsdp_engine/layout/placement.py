@@ -1,8 +1,8 @@
 """Plans layouts: the buffer and the offset of each tensor, and the shard size. Pure integers.
 
 Without granules tensors keep their order, each starts on the next multiple of 64, and shards have
-the smallest size that suffices. Padding is at most 64 elements for each rank and 63 for each
-tensor. If a tensor has 4,096 elements or more, both limits are 256.
+the smallest size at which all tensors fit. Padding is at most 64 elements for each rank and 63 for
+each tensor. If a tensor has 4,096 elements or more, both limits are 256.
 
 [Note: Blocks]
 Optimizers with 8-bit and 4-bit state quantise blocks of 256 or 128 consecutive elements of tensors
@@ -28,9 +28,9 @@ Buffers in which all steps are 64 or 256 keep their order, and ``S`` is a multip
 
 *Choice of S.* ``S`` is at least the number of elements divided by ``N``, and at least the largest
 granule. A tensor of more than ``2 S`` elements contains several boundaries at any offset, so ``S``
-is a multiple of the steps of all tensors that long. With larger ``S`` fewer tensors are that long:
-``_shard_sizes`` lists the remaining sizes as a few arithmetic progressions. In each, sizes are
-tried at growing distance until one fits; bisection then finds the first that fits.
+is a multiple of the steps of all tensors that long. With larger ``S`` fewer tensors are that long.
+The sizes that these rules allow form a few arithmetic progressions (``_shard_sizes``). In each,
+sizes are tried at growing distance until one fits; bisection then finds the first that fits.
 
 *Choice of offsets.* For a given ``S``, tensors are placed one by one in the shortest free range
 that holds them, at the first start that the rules allow. Three orders are tried. The first is the
@@ -84,7 +84,7 @@ from fsdp_engine.layout.layout import (
     round_up,
 )
 
-# The elements that an additional buffer has to save, in percent of the unit's elements: see
+# Number of elements that an additional buffer has to save, in percent of the unit's elements: see
 # [Note: Granule placement].
 PERCENT_PER_BUFFER = 0.1
 
@@ -96,8 +96,8 @@ class TensorRequest:
     Args:
         name: Fully qualified name of the parameter.
         shape: Its shape. 0-d and empty tensors are legal.
-        granule: Elements that no shard boundary may separate, counted in row-major order from the
-            tensor's start.
+        granule: Number of consecutive elements, counted in row-major order from the tensor's start,
+            that no shard boundary may separate.
 
     Raises:
         TypeError: The granule is not an integer.
@@ -140,8 +140,9 @@ def plan_layouts(
         requests: The tensors in registration order, which is kept if none has a granule.
         inner_size: Number of ranks on the inner axis, 1 if no role is sharded along it.
         outer_size: Number of ranks on the outer axis, 1 if no role is sharded along it.
-        percent_per_buffer: Elements that an additional buffer has to save, in percent of all.
-        shard_multiple: The size of a shard is a multiple of it. If it does not divide
+        percent_per_buffer: Number of elements that an additional buffer has to save, in percent of
+            the elements of all tensors.
+        shard_multiple: The size of a shard is a multiple of this number. If it does not divide
             ``ALIGNMENT``, tensors are placed in order in one buffer.
 
     Raises:

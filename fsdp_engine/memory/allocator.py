@@ -3,8 +3,9 @@
 [Note: Transient storage]
 Autograd saves views of a unit's full parameters between forward and backward, while the memory
 behind them must be freed. Therefore a storage *object* exists as long as its unit, and only its
-memory is allocated and freed. Tensors over it are created with ``set_``. Each of them then has its
-own version counter, so autograd does not treat a collective's writes as an in-place change.
+memory is allocated and freed. Tensors over the storage are created with ``set_``, which gives each
+of them its own version counter. So autograd does not treat a collective's writes as an in-place
+change.
 
 On CUDA memory comes from the caching allocator by ``resize_``. On CPU there is no such allocator,
 and fresh pages are costly, because the kernel zeroes each. There, memory is moved between storages
@@ -65,7 +66,8 @@ _set_access_error: Any = getattr(torch._C, "_set_storage_data_ptr_access_error_m
 # See [Note: Freed pages].
 BACKWARDS_PER_TRIM = 100
 
-# Places of memory: the device of an engine, and one of :meth:`Memory.book_elsewhere`.
+# Places of memory: the device of an engine, and host memory, which :meth:`Memory.book_elsewhere`
+# counts.
 DEVICE, HOST = "device", "host"
 
 # Kinds of memory in reports and simulations, by role in a ledger ("idle": memory of transient
@@ -73,7 +75,7 @@ DEVICE, HOST = "device", "host"
 KIND_OF_ROLE = {
     "grad": "gradients",
     **dict.fromkeys(("full", "staging", "idle"), "transient"),
-    "optimizer": "optimizer",  # chunks of its state in a step
+    "optimizer": "optimizer",  # chunks of the optimizer's state on the device during a step
 }
 
 
@@ -184,7 +186,7 @@ def storage_keys(tensor: torch.Tensor) -> list[int]:
     """
     if type(tensor) is not torch.Tensor and is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
-        # The names of a DTensor include its mesh, which is no tensor.
+        # The names of a DTensor include its mesh, which is not a tensor.
         inner = [each for name in names if isinstance(each := getattr(tensor, name), torch.Tensor)]
         return [key for each in inner for key in storage_keys(each)]
     if not torch._C._has_storage(tensor):
@@ -244,7 +246,9 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Memory:
-    """Seam: the memory manager of one engine. Subclasses allocate memory in other ways.
+    """The memory manager of one engine.
+
+    This class is a seam (see ``docs/design.md``): subclasses allocate memory in other ways.
 
     Args:
         device: The device of the memory.
@@ -255,7 +259,8 @@ class Memory:
         elsewhere: Bytes at other places than ``device``, by place and role.
         is_steady: Whether gradients stay allocated, so that steady steps allocate nothing.
         is_fixed: Whether all tensors of collectives are allocated when the engine is made.
-        can_withhold: Whether storages can have separate readers: see [Note: Unread memory].
+        can_withhold: Whether tensors of readers can have a storage object of their own: see
+            [Note: Unread memory].
         transients: The transient storages by their keys.
     """
 
@@ -340,13 +345,14 @@ class Memory:
 
         Args:
             numel, dtype, role: See :class:`TransientStorage`.
-            read_error: The error of a read before compute has waited: see [Note: Unread memory].
-                None: there are no separate readers.
+            read_error: The error that a read raises before compute has waited for the writes: see
+                [Note: Unread memory]. None: there are no separate readers.
         """
         return TransientStorage(self, numel, dtype, role, read_error=read_error)
 
     def lasting(self, numel: int, dtype: torch.dtype, role: str) -> TransientStorage:
-        """Returns a storage that has no memory most of the time. Freed memory is not kept idle."""
+        """Returns a storage whose memory is returned to torch when it is freed, and not kept
+        idle."""
         return TransientStorage(self, numel, dtype, role, is_kept_idle=False)
 
     def begin_unit(self) -> None:
@@ -356,7 +362,8 @@ class Memory:
         """Return freed pages to the system, once in many calls. See [Note: Freed pages].
 
         Args:
-            step_is_over: Whether this was the last backward of the step. Idle memory is then freed.
+            step_is_over: Whether the last backward of the step has ended. If so, idle memory is
+                freed.
         """
         if step_is_over:
             self.release_idle()
@@ -454,8 +461,8 @@ class TransientStorage:
         dtype: Dtype of the elements.
         role: The role in the ledger.
         is_kept_idle: Whether freed memory is kept idle within a step.
-        read_error: The error of a read before compute has waited ([Note: Unread memory]). None:
-            there are no separate readers.
+        read_error: The error that a read raises before compute has waited for the writes: see
+            [Note: Unread memory]. None: there are no separate readers.
 
     Attributes:
         numel, dtype, num_bytes: Number of elements, their dtype, and the size in bytes.
@@ -538,7 +545,7 @@ class TransientStorage:
 
     @property
     def key(self) -> int:
-        """The key of tensors of readers; see :func:`storage_keys`."""
+        """The key of the storage that tensors of readers are over; see :func:`storage_keys`."""
         key: int = self._read._cdata
         return key
 

@@ -37,7 +37,7 @@ def pin(tensor: torch.Tensor, holder: object) -> str | None:
         _forget_last_error()
         return str(code)
     release = weakref.finalize(holder, runtime.cudaHostUnregister, address)
-    release.atexit = False  # CUDA may be shut down before that
+    release.atexit = False  # CUDA may be shut down before the handlers of atexit run
     return None
 
 

@@ -14,9 +14,13 @@ from fsdp_engine.memory import allocator, cuda
 class HostBlock:
     """Uninitialised bytes of host memory, which no ledger counts.
 
-    If ``pinned``, an accelerator can copy to and from them asynchronously. On CUDA exactly
-    ``num_bytes`` are allocated, and freed with this object: torch's allocator of pinned memory
-    allocates powers of two and never frees them. Other accelerators have only this allocator.
+    On CUDA, pinned memory is allocated by this class instead of torch's allocator of pinned memory,
+    which allocates powers of two and does not free them. It has exactly ``num_bytes``, and is freed
+    with this object. On other accelerators, torch's allocator is used.
+
+    Args:
+        num_bytes: Size of the memory.
+        pinned: Pin the memory, so that an accelerator can copy to and from it asynchronously.
 
     Attributes:
         bytes: The memory, a 1-D uint8 tensor.

@@ -28,8 +28,8 @@ class GradientObserver:
         the backward."""
 
     def check_last(self, units: Sequence[Unit]) -> None:
-        """Called when the last backward of a step begins. It accumulates gradients of ``units``
-        without reducing them."""
+        """Called when the last backward of a step begins. That backward only accumulates the
+        gradients of ``units``, and does not reduce them."""
 
     def before_sending(self, buffer: ParamAndGradBuffer) -> None:
         """Called before the first reduction of gradients of ``buffer``."""
@@ -41,15 +41,16 @@ class GradientObserver:
         """Called when compute has waited for all reductions submitted so far."""
 
     def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]] | None:
-        """Called when gradients are reduced and before they are published. They may be changed.
+        """Called when gradients are reduced and before they are published. The observer may change
+        them.
 
         Args:
             used: For each trainable buffer and each of its parameters, whether any rank had a
                 gradient.
 
         Returns:
-            ``used``, or its replacement: which gradients to publish. None: gradients are not
-            published but cleared, when all observers were called.
+            ``used`` or a replacement of it, which determines the gradients to publish. None: all
+            gradients are cleared instead, after all observers were called.
         """
         return used
 

@@ -12,24 +12,25 @@ Full parameters of a unit can be freed when no function of its backward reads th
 last gradient of a trainable parameter does not show this, because the gradient of the input may
 still need a frozen weight. So each input is passed through a view, and autograd visits the node of
 the view after all functions of the unit. The unit's backward has ended when autograd has visited
-the views of all inputs that this backward reaches. They are ordinary views of torch, so if the unit
-changes an input in place, the user's tensor is changed.
+the views of all inputs that this backward reaches. The views share memory with the inputs, so if
+the unit changes an input in place, the user's tensor is changed.
 
-If an input is changed in place, autograd visits other nodes instead of that of the view, so the
-backward of such a call ends with the complete backward. The gradient of the changed tensor enters
-the unit like that of an output, and so do gradients of tensors that the unit has put into the
-user's containers.
+If an input is changed in place, autograd does not visit the node of its view, so the backward of
+such a call ends with the complete backward. The gradient of the changed tensor enters the unit like
+the gradient of an output, and so do gradients of tensors that the unit has put into the user's
+containers.
 
 [Note: Casts of autocast]
 ``torch.autocast`` caches casts of weights, with their autograd nodes, until its context ends. In
 the next forward, gradients of a cached cast would pass through nodes of an earlier backward, and
-after an optimizer step the cast would have old values. At level 3 the cache would keep all weights
-in memory, in the dtype of the casts. So each unit clears the cache when its call returns.
+after an optimizer step the cast would have old values. Where parameters are sharded, the cache
+would keep all full weights in memory, in the dtype of the casts. So each unit clears the cache when
+its call returns.
 
 [Note: Returned parameters]
 A module can return a parameter or a view of one, such as a bias that its caller adds, or an
 embedding table. The caller reads it after the unit's full parameters were freed, and so does the
-caller's backward, which precedes that of the unit. So the caller receives a copy, whose gradient
+caller's backward, which precedes the unit's backward. So the caller receives a copy, whose gradient
 autograd accumulates into the parameter. This also applies to parameters that the module puts into
 lists, dicts and dataclasses of its arguments. A parameter that it stores elsewhere (for example in
 an attribute) must not be read after the call: its memory is freed, and not all kernels of torch
@@ -72,7 +73,7 @@ from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Call, Unit
 from fsdp_engine.units.assignment import reads_weights_in_backward
 
-# Returns the tensor that a view refers to; None: the argument is not a view.
+# Returns the base of a view; None: the argument is not a view.
 _base_of: Callable[[Tensor], Tensor | None] = operator.attrgetter("_base")
 
 _functorch = torch._C._functorch
@@ -152,12 +153,12 @@ class _Entered:
     """A call of a module that has not returned yet.
 
     Attributes:
-        units: The units that the call has entered and must leave, each with whether this use is
-            part of the recorded order.
-        calls: A call for each of these units whose backward may follow. If a pending call of an
-            earlier forward already observes the backward of a unit, the unit has none here.
+        units: Pairs of a unit that the call has entered and must leave, and a flag: whether this
+            use is part of the recorded order.
+        calls: A :class:`Call` for each of these units whose backward may follow. Units whose
+            backward a pending call of an earlier forward already observes have none.
         repeats: Whether the call runs within backward and repeats an earlier call.
-        wants_calls: Whether a backward may follow.
+        wants_calls: Whether autograd records the call, so that a backward may follow.
         alone: The input and its version counter, if the only input is one tensor that needs no
             cast.
         inputs: The inputs in all other cases.
@@ -345,7 +346,7 @@ class ModuleHooks:
             if wants_call:
                 self._scheduler.note_run_again(unit)
             # Pending calls of the first forward observe the backward. There are none if that
-            # forward ran without autograd, as in a re-entrant checkpoint.
+            # forward ran without autograd, as it does in a re-entrant checkpoint.
             wants_call = wants_call and not unit.pending_calls
             if not wants_call:
                 return
@@ -386,17 +387,17 @@ class ModuleHooks:
             self.model.ends()
         calls = entered.calls
         has_backward = False
-        # torch calls this hook, with the output None, also where forward has raised an exception.
+        # torch also calls this hook, with the output None, when forward has raised an exception.
         has_failed = output is None and sys.exc_info()[1] is not entered.handled
         try:
             if calls and not has_failed:
-                ways_in = self._ways_in(entered, calls, output)
-                has_backward = self._listen_for_backward(entered, calls, ways_in)
+                entries = self._gradient_entries(entered, calls, output)
+                has_backward = self._listen_for_backward(entered, calls, entries)
                 if not entered.repeats:
                     if not has_backward:
                         self._note_hidden(calls, output)
-                    if self._kept.needs_search(entered.began, ways_in):
-                        has_backward |= self._listen_for_kept(entered, calls, ways_in)
+                    if self._kept.needs_search(entered.began, entries):
+                        has_backward |= self._listen_for_kept(entered, calls, entries)
         finally:
             if not entered.repeats:
                 reads_again = has_backward and self._reads_weights
@@ -438,14 +439,15 @@ class ModuleHooks:
         return begin is not None
 
     def _listen_for_kept(
-        self, entered: _Entered, calls: list[Call], ways_in: Sequence[Tensor]
+        self, entered: _Entered, calls: list[Call], entries: Sequence[Tensor]
     ) -> bool:
-        """Register hooks on tensors that the call has stored. Returns whether there are any."""
+        """Register hooks on tensors that the call has stored. Returns whether any of them requires
+        grad."""
         module, inputs = self._module(), entered.inputs
         assert module is not None
         modules = _children_without_hooks(module)
         given = None if inputs is None else inputs.given
-        found, hidden = self._kept.search(entered.began, ways_in, modules, given)
+        found, hidden = self._kept.search(entered.began, entries, modules, given)
         if hidden is not None:
             for call in calls:
                 if call.reads_weights:
@@ -472,7 +474,9 @@ class ModuleHooks:
                     "Return a dataclass",
                 )
 
-    def _ways_in(self, entered: _Entered, calls: list[Call], output: Any) -> Sequence[Tensor]:
+    def _gradient_entries(
+        self, entered: _Entered, calls: list[Call], output: Any
+    ) -> Sequence[Tensor]:
         """Returns the tensors through which gradients enter the unit: outputs, inputs that were
         changed in place, and tensors that were put into the user's containers."""
         found = [output] if type(output) is Tensor else list(iter_tensors(output))
@@ -495,7 +499,7 @@ class ModuleHooks:
         view = tensor.view_as(tensor)
         for call in calls:
             call.has_boundary = True
-            view.register_hook(partial(_input_came, self._scheduler, call))
+            view.register_hook(partial(_report_input_gradient, self._scheduler, call))
         return view
 
 
@@ -545,7 +549,13 @@ def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) 
 def _begin_backward(
     scheduler: Scheduler, calls: Sequence[Call], views: Sequence[Tensor]
 ) -> Callable[[Any], None]:
-    """Returns the hook for gradients that enter ``calls``. ``views`` are inputs of the module."""
+    """Returns the hook for gradients that enter ``calls``.
+
+    Args:
+        scheduler: The scheduler of the units.
+        calls: The calls whose backward a gradient begins.
+        views: The views that the module received in place of its inputs.
+    """
     # Hooks of outputs may refer to nodes of inputs. References in the opposite direction would form
     # a cycle that keeps the graph alive.
     nodes = [view.grad_fn for view in views] if len(views) > 1 else []
@@ -557,7 +567,7 @@ def _begin_backward(
     return begin
 
 
-def _input_came(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
+def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
     scheduler.input_came(call)
 
 

@@ -45,7 +45,7 @@ class KeptTensors:
             arguments: The arguments of the call.
 
         Returns:
-            The tensors that were found; and a text for messages, if the call computed a tensor
-            after them and after the outputs that was not found, else None.
+            Two values. The first is a list of the tensors that were found. The second is a text for
+            messages if the call computed a later tensor, which was not found; otherwise None.
         """
         return [], "others (the extension kept_tensors, which finds them, is missing)"

@@ -1,15 +1,15 @@
 """The hooks on all modules of a model, and the units that are read without a call of a module.
 
-The model's forward often reads weights of modules beside blocks without calling these modules, as
-in a head that multiplies with ``self.embedding.weight``. The units of such modules must be
+The model's forward often reads weights of modules beside blocks without calling these modules. For
+example, a head may multiply with ``self.embedding.weight``. The units of such modules must be
 unsharded while the model's forward runs. The first forwards show which units these are:
 
 - In the first forward, all units with modules outside of blocks (*loose* modules) are entered with
   the model. If all loose modules of a unit were called, only calls enter the unit from then on.
   (Blocks are always entered by calls.)
 - If the forward reads a sharded parameter of such a unit (``WatchedParameters`` in
-  ``units/installing.py``), or a function receives one, the unit is entered at that moment, and
-  the read returns the full parameter. From the next forward on, a unit that is sharded between uses
+  ``units/installing.py``), or passes one to a function, the unit is entered at that moment, and
+  the full parameter is read. From the next forward on, a unit that is sharded between uses
   is entered with the model, so that it is gathered once and prefetched. Any other unit is entered
   by each read, so that work before the read does not wait for it.
 
@@ -84,8 +84,8 @@ class ImplicitUses:
         self._is_first = False
 
     def read(self, unit: Unit) -> bool:
-        """Gather ``unit``, of which a sharded parameter is read, if the model's forward runs.
-        Returns whether the unit is unsharded now."""
+        """Gather ``unit``, because one of its sharded parameters is read, if the model's forward is
+        running. Returns whether the unit is unsharded now."""
         if unit.uses:
             return True
         if not self._root.enter_now(unit):

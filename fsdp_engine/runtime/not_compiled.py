@@ -14,9 +14,9 @@ _SKIP_ONE = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._Frame
 def not_compiled(function: Any) -> Any:
     """Make ``torch.compile`` break the graph at ``function`` instead of tracing it.
 
-    This has the effect of ``torch.compiler.disable`` without importing the compiler: an attribute
-    tells Dynamo not to inline the function, and a rule for its code prevents that the function and
-    its callees are traced when they run.
+    This has the effect of ``torch.compiler.disable`` without importing the compiler. An attribute
+    of the function keeps Dynamo from inlining it. A rule for the function's code keeps Dynamo from
+    tracing the function and its callees when they run.
     """
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ALL)
@@ -24,7 +24,8 @@ def not_compiled(function: Any) -> Any:
 
 
 def compiled_within(function: Any) -> Any:
-    """As :func:`not_compiled`, but functions that ``function`` calls may be compiled."""
+    """Do the same as :func:`not_compiled`, except that the callees of ``function`` may be
+    compiled."""
     function._torchdynamo_disable = True
     _frames.set_code_exec_strategy(function.__code__, _SKIP_ONE)
     return function

@@ -1,5 +1,5 @@
-"""Two seams: checks of parameters that users put into modules of a sharded model, and functions
-that torch applies to all tensors of a module, such as ``.to()`` and ``.half()``."""
+"""Two seams: checks of parameters that users put into modules of a sharded model, and calls such as
+``.to()`` and ``.half()``, which apply a function to all tensors of a module."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class ParameterGuard:
         """Check that no parameters were added to modules since ``shard``."""
 
     def check_value(self, sharded: Tensor, value: Tensor) -> None:
-        """Check that ``value`` can be copied into a sharded parameter, for all of its names."""
+        """Check that ``value`` can be copied into a sharded parameter. If the parameter is tied,
+        the caller assigns ``value`` to all of its names."""
 
     def remember(self, sharded: Tensor, value: Tensor) -> None:
         """Record that ``value`` was copied into a sharded parameter. Optimizers must not step
@@ -65,8 +66,10 @@ class ParameterGuard:
 
 
 class AppliedFunctions:
-    """Runs functions that torch applies to the tensors of a module, as in ``.to()`` and
-    ``.half()``. A seam: this class does not allow other dtypes or devices of sharded parameters.
+    """Applies functions to the tensors of a module, for calls such as ``.to()`` and ``.half()``.
+
+    This class is a seam. It does not allow functions that change the dtype or the type of device of
+    sharded parameters.
 
     Args:
         engine: The engine of the model.
@@ -83,8 +86,8 @@ class AppliedFunctions:
         Args:
             module: The module.
             fn: The function.
-            args, kwargs: Further arguments of ``_apply``. Subclasses of ``nn.Module`` may define
-                other ones than torch (metrics do).
+            args, kwargs: Further arguments of ``_apply``. Subclasses of ``nn.Module``, such as
+                metrics, may define other arguments than torch does.
 
         Raises:
             ValueError: See :func:`check_same`.
@@ -98,10 +101,10 @@ def check_same(
     modules: Sequence[nn.Module],
     fn: Callable[[Tensor], Tensor],
 ) -> None:
-    """Check that ``fn`` keeps the dtypes and the device of the parameters of ``modules``.
+    """Check that ``fn`` keeps the dtypes and the type of device of the parameters of ``modules``.
 
     Raises:
-        ValueError: ``fn`` changes a dtype or the device. The message names a parameter.
+        ValueError: ``fn`` changes a dtype or the type of device. The message names a parameter.
     """
     for buffer in buffers:
         for record in buffer.records:

@@ -28,8 +28,8 @@ class UnitWatch:
         """Called before full parameters are removed from the modules or freed."""
 
     def reset(self) -> None:
-        """Called after an exception has ended the use. Changes of full parameters are dropped. Also
-        called after the unit has increased version counters of its full parameters."""
+        """Called after an exception has ended the use, in which case changes of full parameters are
+        dropped, and after the unit has increased version counters of its full parameters."""
 
 
 class ModelWatch:

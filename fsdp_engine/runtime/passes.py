@@ -40,12 +40,12 @@ class Backward:
     Attributes:
         is_recorded: Whether the backward is one run of autograd, ends with this run, and is part of
             the recorded order. False, in a subclass: the code that begins the backward ends it.
-        creates_graph: Whether its functions run with gradients enabled (``create_graph``).
+        creates_graph: Whether autograd records the backward itself (``create_graph``).
         touched: Units that may be unsharded when the backward ends, by number.
         open_units: Numbers of the units that the backward computes with. They are skipped when the
             next use is looked up in the recorded order.
-        run_again: Numbers of units that had several calls, and of which a retained graph runs once
-            more. It is not known how many of these calls will run again.
+        run_again: Numbers of units that had several calls, some of which run again in this backward
+            because their graph was retained. It is not known how many of the calls will run again.
         num_run_again: For each unit, the number of calls that are repeated within this backward.
         run: The number of the backward's run of autograd.
     """
@@ -142,8 +142,8 @@ class Backward:
 
 
 def check_is_whole(units: Sequence[Unit]) -> None:
-    """Check that the running backward, of a stage of torch.distributed.pipelining, computes the
-    gradients of weights, not only those of inputs.
+    """Check that the running backward computes the gradients of weights, and not only those of
+    inputs. Called for stages of torch.distributed.pipelining.
 
     Raises:
         RuntimeError: The backward computes only gradients of inputs. The engine would not observe

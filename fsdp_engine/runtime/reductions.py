@@ -35,11 +35,11 @@ backward waits for them before it stages gradients. Reading, setting or clearing
 sharded parameter, clipping, scaling, zeroing buffers and optimizer steps also wait for them
 (``GradientAccess`` in ``flat_dtensor/parameter_access.py``).
 
-There are three exceptions in which each backward waits for its reductions. A user who has read
-``.grad`` may hold the tensor, which the next reduction writes; so backwards wait until gradients
-are cleared. On CPU the host drives the reductions, and a rank that has read ``.grad`` would drive
-them in another order than other ranks. Gradients in host memory are only known to be written when
-the host has waited for the device.
+In three cases each backward waits for its reductions at its end. First, a user who has read
+``.grad`` may hold the tensor, which the next reduction writes; this case lasts until gradients are
+cleared. Second, on CPU the host drives the reductions, and a rank that has read ``.grad`` would
+drive them in another order than other ranks. Third, gradients in host memory are only known to be
+written when the host has waited for the device.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ class ReductionQueue:
         self._ready.add(unit.index)
 
     def next(self) -> Unit | None:
-        """Remove the next unit from the queue and return it; None: it is not ready, or the queue is
-        empty."""
+        """Remove the next unit from the queue and return it; None: that unit is not ready, or the
+        queue is empty."""
         if self.num_submitted == len(self._units):
             return None
         unit = self._units[self.num_submitted]
@@ -286,9 +286,9 @@ class Reductions:
                     )
 
     def wait_for_each_backward(self) -> None:
-        """From now on, wait for the reductions of each backward at its end. Where the host drives
-        reductions, also wait for each reduction before the next one is submitted. Called if further
-        operations use the results of reductions."""
+        """Make each later backward wait for its reductions at its end. Where the host drives
+        reductions, also make it wait for each reduction before it submits the next one. Extensions
+        call this method if their operations use the results of reductions."""
         self.submitting_waits = not self._runs_ahead
         self._wait_later = None
 
@@ -381,8 +381,8 @@ class Reductions:
         )
 
     def unit_is_ready(self, unit: Unit) -> None:
-        """Reduce ``unit`` when its turn comes: its gradients of this backward have arrived, or are
-        postponed."""
+        """Record that the gradients of ``unit`` in this backward have arrived or are postponed. The
+        unit is reduced after the units that precede it in the queue."""
         if unit.trainable:
             assert self._queue is not None
             self._queue.set_ready(unit)

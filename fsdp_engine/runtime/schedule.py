@@ -90,7 +90,7 @@ def prefetch_windows(
     return windows
 
 
-class _Half:
+class _PhaseUses:
     """The recorded uses of forward or of backward, and the position of the next one."""
 
     def __init__(self, uses: Sequence[Use], sizes: Sequence[int], budget: int) -> None:
@@ -144,9 +144,9 @@ class Record:
     ) -> None:
         self._sizes = sizes
         self._budget = budget
-        self._forward = self._half([Use(unit, FORWARD) for unit in forward])
-        self._backward = self._half([Use(unit, BACKWARD) for unit in backward])
-        self._half_now = self._forward
+        self._forward = self._phase_uses([Use(unit, FORWARD) for unit in forward])
+        self._backward = self._phase_uses([Use(unit, BACKWARD) for unit in backward])
+        self._current = self._forward
         self._seen: list[Use] = []
         self._left: list[int] = []
 
@@ -163,8 +163,8 @@ class Record:
 
     def next_uses(self) -> Iterator[Use]:
         """Returns the next uses of the running forward or backward."""
-        half = self._half_now
-        return itertools.islice(half.uses, half.next, None)
+        recorded = self._current
+        return itertools.islice(recorded.uses, recorded.next, None)
 
     def begin_forward(self) -> None:
         """Begin the record of a forward."""
@@ -177,11 +177,11 @@ class Record:
     def use(self, unit: int, phase: int) -> Step:
         """Record a use of ``unit``. Returns its position in the order that was recorded before."""
         self._seen.append(Use(unit, phase))
-        return self._half_now.advance(unit, phase)
+        return self._current.advance(unit, phase)
 
     def repeats(self, unit: int) -> None:
-        """Change the phase of the last use of ``unit`` to BOTH, because its forward is repeated
-        within its backward."""
+        """Change the phase of the last recorded use of ``unit`` to BOTH, because the unit's forward
+        is repeated within its backward."""
         for place in range(len(self._seen) - 1, -1, -1):
             if self._seen[place].unit == unit:
                 self._seen[place] = Use(unit, BOTH)
@@ -199,7 +199,7 @@ class Record:
             open_units: Units that are still in use, whose uses are skipped.
             has_backward: A backward follows the forward.
         """
-        uses, place = self._half_now.uses, self._half_now.next
+        uses, place = self._current.uses, self._current.next
         while True:
             while place < len(uses) and uses[place].unit in open_units:
                 place += 1
@@ -212,27 +212,27 @@ class Record:
     def end_forward(self) -> None:
         """End a forward of the model. Its order is expected for the next forward."""
         if self._seen != self._forward.uses:
-            self._forward = self._half(self._seen)
+            self._forward = self._phase_uses(self._seen)
             self._forward.next = len(self._seen)
             # Without autograd no unit was recorded by leave().
             left = self._left or self.units_in_forward
-            self._backward = self._half([Use(unit, BACKWARD) for unit in reversed(left)])
-            self._half_now = self._forward
+            self._backward = self._phase_uses([Use(unit, BACKWARD) for unit in reversed(left)])
+            self._current = self._forward
 
     def end_backward(self) -> None:
         """End a backward. Its order is expected for the next backward, unless it was only the
         beginning of the expected order."""
         if self._seen != self._backward.uses[: len(self._seen)]:
-            self._backward = self._half(self._seen)
+            self._backward = self._phase_uses(self._seen)
 
-    def _begin(self, half: _Half) -> None:
-        self._half_now = half
-        half.next = 0
+    def _begin(self, recorded: _PhaseUses) -> None:
+        self._current = recorded
+        recorded.next = 0
         self._seen = []
         self._left = []
 
-    def _half(self, uses: Sequence[Use]) -> _Half:
-        return _Half(uses, self._sizes, self._budget)
+    def _phase_uses(self, uses: Sequence[Use]) -> _PhaseUses:
+        return _PhaseUses(uses, self._sizes, self._budget)
 
 
 class Place(enum.IntEnum):
@@ -262,7 +262,8 @@ class Refreshes:
     def through(self, last: Unit | None, units: Sequence[Unit]) -> None:
         """Refresh units whose weights have changed, in canonical order, up to ``last``. None: up to
         the end of the order."""
-        compute_now: Ticket | None = None  # one for all: compute gets no work between these gathers
+        # One ticket serves all gathers of this call, since compute gets no work between them.
+        compute_now: Ticket | None = None
         while len(self.done) < len(self._order):
             unit = units[self._order[len(self.done)]]
             self.done.add(unit.index)
@@ -293,7 +294,8 @@ class Schedule:
     def __init__(self, units: Sequence[Unit], record: Record) -> None:
         self.record = record
         self._units = units
-        # Units that are gathered, or being gathered, for an expected use, with its phase.
+        # The numbers of units that are gathered, or being gathered, for an expected use, each with
+        # the phase of this use.
         self._reserved: dict[int, int] = {}
         # The refreshes of the running forward.
         self._refreshes: Refreshes | None = None
@@ -332,8 +334,8 @@ class Schedule:
         """Called when a backward has ended."""
 
     def check_backward(self, call: Call, schedule: Schedule) -> None:
-        """Called when the backward of ``call`` begins with another schedule, ``schedule``, than its
-        forward, which ran with this one. May raise an error."""
+        """Called when the backward of ``call``, whose forward ran with this schedule, begins with
+        another one, ``schedule``. May raise an error."""
 
     def await_ranks(self, place: Place = Place.CALL) -> None:
         """Wait until all ranks have reached ``place``, and take part in their gathers until then.
@@ -360,7 +362,7 @@ class Schedule:
 
         Args:
             order: The canonical order of units.
-            refreshes_now: Issue all refreshes now. They need no additional memory.
+            refreshes_now: Issue all refreshes now, which needs no additional memory.
         """
         self.record.begin_forward()
         self.forward_begins()
@@ -406,7 +408,8 @@ class Schedule:
                 keep={unit.index, *(use.unit for use in window)},
                 phase=BACKWARD if step.expected else BOTH,
             )
-        compute_now: Ticket | None = None  # one for all: compute gets no work between these gathers
+        # One ticket serves all gathers of this call, since compute gets no work between them.
+        compute_now: Ticket | None = None
         if window and unit.reshards and unit.needs_refresh and not unit.is_current:
             compute_now = unit.record_compute()
         self.provide(unit, step.phase, compute_now)

@@ -1,6 +1,6 @@
 """The scheduler, to which hooks report the events of forwards and backwards.
 
-It tells the schedule (``schedule.py``) which unit is used and which unit is left, and the
+It reports to the schedule (``schedule.py``) which unit is used and which unit is left, and to the
 reductions (``reductions.py``) which gradients have arrived.
 
 A forward within a backward must repeat an earlier forward, as a checkpoint does. All gradients of a
@@ -54,14 +54,14 @@ class Scheduler:
         microbatch: The microbatch to which forwards and backwards belong, if backwards of several
             microbatches are pending; else None.
         inputs_only: Whether backwards compute only gradients of inputs, none of parameters.
-        outer_run: The run of autograd within which the present forward runs, if the engine
-            computed in it before; else None.
+        outer_run: The run of autograd within which the present forward runs, if the engine has
+            already used units in that run; else None.
     """
 
     outer_run: int | None = None
     # Whether other forwards and backwards run within a backward.
     _has_nested = False
-    # The backwards with units whose gradients arrive in several runs of autograd.
+    # The running backwards that have units whose gradients arrive in several runs of autograd.
     _in_slices: Sized = ()
 
     def __init__(
@@ -98,10 +98,10 @@ class Scheduler:
         self._forward: Forward | None = None
         self._backward: Backward | None = None
         # For each unit of several modules, the number of calls that ran without autograd or whose
-        # outputs are not observed. A backward may follow, as a re-entrant checkpoint repeats such a
-        # call. So if gradients of the unit are missing, they may still arrive.
+        # outputs are not observed. A backward may still follow such a call, because a re-entrant
+        # checkpoint repeats it. So if gradients of the unit are missing, they may still arrive.
         self._uncounted: Counter[int] = Counter()
-        # Parameters with gradients of the optimizer whose step is running.
+        # The ``id``s of parameters that have gradients and that the running optimizer step changes.
         self._stepped: set[int] = set()
         # Whether the last forward ran within a stage of torch.distributed.pipelining.
         self._in_stage_of_torch = False
@@ -109,7 +109,7 @@ class Scheduler:
     # Forward.
 
     def enter_forward(self, unit: Unit, *, is_recorded: bool = True) -> None:
-        """Enter a unit, of which a module is called.
+        """Enter a unit, because one of its modules is called.
 
         Args:
             unit: The unit.
@@ -128,7 +128,8 @@ class Scheduler:
         unit.enter()
 
     def note_uncounted(self, unit: Unit) -> None:
-        """Count a call of a module of the unit if it is not known whether a backward follows."""
+        """Count a call of a module of the unit, for which it is not known whether a backward
+        follows. Units of one module need no count."""
         if len(unit.modules) > 1:
             self._uncounted[unit.index] += 1
 
@@ -138,7 +139,7 @@ class Scheduler:
         self._backward.num_run_again[unit.index] += 1
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, is_recorded: bool = True) -> None:
-        """Leave a unit, of which a module has returned.
+        """Leave a unit, because one of its modules has returned.
 
         Args:
             unit: The unit.
@@ -243,7 +244,7 @@ class Scheduler:
         """Issue the gathers with which the next forward would begin. See
         :meth:`.Schedule.gather_before_forward`."""
         if self._forward is not None or self._backward is not None:
-            return  # that forward is already running
+            return  # the running forward or backward gathers the units that it uses
         order = self.reductions.canonical_order
         self.schedule.gather_before_forward(order, wait=wait, sharded=sharded)
 
@@ -298,8 +299,8 @@ class Scheduler:
     # Backward.
 
     def repeat(self, unit: Unit) -> None:
-        """Provide the parameters of a unit, of which a module is called within backward to repeat
-        its forward. They are not freed before the unit's backward has ended.
+        """Provide the parameters of a unit, because one of its modules is called within backward to
+        repeat its forward. The parameters are not freed before the unit's backward has ended.
         """
         backward = self.begin_backward()
         if self._in_slices:
@@ -309,7 +310,7 @@ class Scheduler:
             self.schedule.record.repeats(unit.index)
             self.schedule.use_once(unit, BOTH)
         else:
-            # If forward and backward read the same bytes, its backward needs no other gather.
+            # If forward and backward read the same bytes, one gather is enough for both.
             self.schedule.use(unit, unit.repeated_phase)
 
     def enter_backward(self, call: Call, inputs: Sequence[Any] = ()) -> None:

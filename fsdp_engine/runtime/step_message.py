@@ -48,7 +48,8 @@ class _Part:
 
     Attributes:
         group: The group.
-        buffers: The buffers whose parameters the message is about, each with its number.
+        buffers: The buffers that the group shares, each with its number. The message has a byte for
+            each of their parameters.
         result: The tensor that receives the result. None: no message was sent.
         work: The work of the all-reduce; None: there is none, or it was waited for.
     """
@@ -121,7 +122,7 @@ class StepMessage:
                 part.work = collectives.start_all_reduce(part.result, part.group, "max")
 
     def read(self, has_new_order: bool) -> Verdict:
-        """Returns the result of the message. It is waited for only if this rank needs it.
+        """Returns the result of the message. Waits for the message only if this rank needs it.
 
         Args:
             has_new_order: This rank has recorded an order of units that is not yet canonical.

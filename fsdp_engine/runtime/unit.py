@@ -128,8 +128,8 @@ class Call:
         follows_another: Whether another call of the unit was pending when this one was created.
         is_retained: Whether a backward of the call retained its graph, which another may run again.
         schedule: The schedule with which the forward was gathered.
-        outer_run: The run of autograd within which the forward ran, if the engine computed in it
-            before; else None. See [Note: Nested backwards] in
+        outer_run: The run of autograd within which the forward ran, if the engine had already used
+            units in that run; else None. See [Note: Nested backwards] in
             ``extensions/nested_backwards/scheduler.py``.
     """
 
@@ -237,7 +237,7 @@ class Unit:
             running and whose graph is alive, without one-off uses.
         num_unrecorded: Number of such calls that are one-off uses.
         num_calls: Number of calls whose graph is alive, including those whose backward has run.
-        num_retained: Number of those whose backward has run with ``retain_graph``.
+        num_retained: Number of these calls whose backward has run with ``retain_graph``.
         num_late: Number of weight gradients that modules have postponed in this backward.
         kept: The reasons for which full parameters are not freed.
         watch: The object that is called before and after modules compute with full parameters.
@@ -304,7 +304,7 @@ class Unit:
         return all(buffer.weights.is_current for buffer in self.buffers)
 
     def mark_stale(self) -> None:
-        """Record that main weights may have changed unseen."""
+        """Record that main weights may have changed without a change of their version counters."""
         for buffer in self.buffers:
             buffer.weights.mark_stale()
 
@@ -381,8 +381,8 @@ class Unit:
         self.kept.add(Kept.RECORDED)
 
     def free_recorded(self) -> None:
-        """Allow to free the unit, because no function that was recorded with ``create_graph`` will
-        run again."""
+        """Allow the unit to be freed, because no function that was recorded with ``create_graph``
+        will run again."""
         self.kept.discard(Kept.RECORDED)
 
     def keep_unseen(self, found: str, remedy: str) -> None:
@@ -480,7 +480,8 @@ class Unit:
         """Install the sharded parameters in the modules, unless postponed gradients of the full
         parameters are missing."""
         if self._installation.is_full:
-            self.watch.end()  # called now, as full parameters may be freed before late gradients
+            # Called even if gradients are late, because full parameters may be freed before them.
+            self.watch.end()
             if not self.num_late:
                 self._installation.uninstall()
 
@@ -494,7 +495,7 @@ class Unit:
         weights of these forwards no longer exist.
 
         Args:
-            params: ``id``s of the sharded parameters that an optimizer has changed.
+            params: The ``id`` of each sharded parameter that an optimizer has changed.
         """
         changed = [
             full

@@ -56,7 +56,7 @@ from dataclasses import dataclass
 
 
 class Role(enum.IntEnum):
-    """The contents of a flat range. The value is the lowest level that shards the role."""
+    """The kind of values in a flat buffer. The number is the lowest level that shards the role."""
 
     OPTIM = 1
     GRAD = 2
@@ -92,8 +92,13 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Level:
-    """One sharding level along one axis: its name, its value (0 to 3), its name elsewhere, and its
-    formulas."""
+    """One sharding level along one axis.
+
+    Attributes:
+        name: The name of the level in the arguments of ``fe.shard``.
+        value: The number of the level, 0 to 3.
+        known_as: Its names in other libraries.
+    """
 
     name: str
     value: int

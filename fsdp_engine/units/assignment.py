@@ -26,8 +26,8 @@ reduction are always exposed, and take longer with larger units. Measurements
 (``benchmarks/unit_size.py``; tables in docs/internals/benchmarks.md, "Size of a unit"):
 
 - Simulated H100s, 8 and 64 ranks, 16,384 tokens a rank: up to 3 M elements a block the host
-  determines the step time, and joining blocks saves 5 to 15 %. From 5 M on compute determines it;
-  joining adds up to 1 % for pairs, and 3 to 8 % if all sixteen blocks are one unit.
+  determines the step time, and joining blocks saves 5 to 15 %. From 5 M on compute determines the
+  step time; joining adds up to 1 % for pairs, and 3 to 8 % if all sixteen blocks are one unit.
 - 1 M elements in bf16, 2 MB, take 44 us on a 400 Gb/s link; the hops of a ring over eight nodes
   take 42 us. The time of smaller collectives is mostly latency.
 - Two gloo ranks, eight blocks: compared with a unit per block, a step with a single unit takes 0.60
@@ -101,7 +101,7 @@ def split_by_count(sizes: Sequence[int], num_buckets: int) -> list[range]:
 
 
 def bucket_multiple(num_ranks: int, *, padded: bool) -> int:
-    """Returns the number of which the size of a bucket is a multiple, in elements.
+    """Returns the number of elements that divides the size of every bucket.
 
     It is the least common multiple of the number of ranks and 128, so that shards are equal and
     every rank's transfers are aligned. With ``padded`` it is 2^16 for each rank, for which NCCL's
@@ -117,7 +117,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Returns whether ``module`` is one of torch's containers, and has no forward of a subclass."""
+    """Returns whether ``module`` is one of torch's containers. A subclass with a forward of its own
+    is not."""
     has_none = getattr(module.forward, "__func__", None) is nn.Module.forward
     return isinstance(module, _CONTAINERS) and has_none
 
@@ -329,7 +330,8 @@ class Expected:
     Modules are expected to be called in the order in which they were registered.
 
     Attributes:
-        forward: Indices of units in the order in which forward enters them, one for each call.
+        forward: Indices of units in the order in which forward enters them, one for each module of
+            a unit.
         backward: Indices of units in the order of backward: the unit that forward leaves last is
             the first.
         around: For each unit, the units that contain modules of it.

@@ -1,7 +1,7 @@
 """Builds the buffers of units from a plan, after all ranks have agreed on the plan.
 
-Units are built independently. They share :class:`Resources` (lanes, memory, tags of messages), so
-they can be built one call at a time, and an engine can be created over them later.
+Units are built independently: one call can build one unit, and an engine can be created over all
+units later. They share :class:`Resources` (lanes, memory, tags of messages).
 
 Every rank checks its arguments, and all ranks exchange errors, before anything is changed. An error
 on one rank is raised on all ranks, so no rank waits for a rank that has stopped.
@@ -56,7 +56,8 @@ class EngineCommunicators:
         ranks: All ranks of the model, including those of other mesh dimensions, over which
             parameters can be DTensors.
         data: Communicators of all data-parallel ranks.
-        expert: Communicators of the data-parallel ranks of experts, if these are other ranks.
+        expert: Communicators of the data-parallel ranks that share the experts of this rank. None:
+            there is no expert mesh.
     """
 
     axis_plans: AxisPlans
@@ -88,7 +89,8 @@ class EngineSetup:
         settings: The options, axes and extensions that the plan follows.
         plan: The units and buffers to build.
         data: All data-parallel ranks.
-        experts: The data-parallel ranks of this rank's experts, if these are other ranks.
+        experts: The data-parallel ranks that share the experts of this rank. None: there is no
+            expert mesh.
         kept: Objects that extensions store in one of their methods and read in a later one.
     """
 
@@ -137,7 +139,7 @@ class Resources:
     """The options, lanes, memory and tags that units share.
 
     The lanes are shared because a module of one unit may call a module of another one. Each buffer
-    has tags of its own, by which its messages are told apart.
+    has tags of its own, which distinguish its messages from those of other buffers.
 
     Attributes:
         options: The options with which units are built.
@@ -186,9 +188,10 @@ FIRST_PARAMETERS = "rank0 parameters"
 
 
 class InitialValues:
-    """Seam: the initial values of parameters and buffers of a model.
+    """Sets the initial values of parameters and buffers of a model.
 
-    In this class each rank keeps its own values, and they are not compared.
+    This class is a seam (see ``docs/design.md``). Each rank keeps its own values, and they are not
+    compared.
 
     Args:
         setup: The setup of the engine.
@@ -263,7 +266,7 @@ def agree_on_plan(
     """Compare plans over all ranks, and decide about initial values.
 
     Args:
-        values: Proposes the initial values. None if there is an ``error``.
+        values: The object that sets the initial values. None if there is an ``error``.
         error: The error of this rank.
         signature: Lines that must be the same on all data-parallel ranks.
         mesh: All data-parallel ranks.
@@ -277,7 +280,7 @@ def agree_on_plan(
 
     Raises:
         Exception: The error of this rank.
-        ValueError: The plans differ; the message names the first parameter that does.
+        ValueError: The signatures differ. The message has the first line that differs.
         RuntimeError: Another rank has an error. If its type is in
             :data:`~fsdp_engine.comm.rendezvous.ERROR_KINDS`, that type is raised instead.
     """
@@ -315,9 +318,9 @@ def build_units(
         plan: The plan of the model.
         communicators: The communicators of the buffers.
         resources: The lanes, memory and tags that the units share.
-        values: Sets the initial values. Unless parameters are broadcast from the first rank, each
-            rank keeps the values of its own shards, and shards that several ranks hold are copied
-            from the first of these ranks.
+        values: The object that sets the initial values. Unless parameters are broadcast from the
+            first rank, each rank keeps the values of its own shards, and shards that several ranks
+            hold are copied from the first of these ranks.
 
     Returns:
         The buffers of each unit.
@@ -397,7 +400,8 @@ def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
     for rank, other in enumerate(all_signatures):
         if other == first:
             continue
-        # The error names a line that only one rank has, or else the first line in another order.
+        # The error names a line that only one rank has. If there is none, it names the first line
+        # that the two ranks have at different positions.
         known, known_there = set(first), set(other)
         mine = [line for line in first if line not in known_there]
         theirs = [line for line in other if line not in known]

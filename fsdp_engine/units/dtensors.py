@@ -34,8 +34,8 @@ def ranks_of_model(
 
     Raises:
         ValueError: A DTensor is distributed over ranks that share it, is on another device type, or
-            is over a mesh that has no root mesh in common with the data-parallel one. The message
-            names the parameter.
+            is over a mesh that is not a slice of the same mesh as the data-parallel mesh. The
+            message names the parameter.
     """
     meshes: list[DeviceMesh] = []
     others: dict[str, DeviceMesh] = {}

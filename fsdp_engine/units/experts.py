@@ -24,9 +24,9 @@ def place_experts(
         model: The model, not yet sharded.
         records: The model's parameters.
         data: All data-parallel ranks.
-        experts: The ranks that have the experts of this rank.
+        experts: The data-parallel ranks that share the experts of this rank.
     """
-    # The placements of a DTensor already define which of all experts a rank holds.
+    # DTensors are left out: their placements define which experts a rank holds.
     members = [each for each in records if is_expert(each.param) and each.spread is None]
     names = [record.name for record in members]
     heads: list[Any] = gather_objects((experts.ranks[0], names), data.control_group)

@@ -25,8 +25,8 @@ def whole_rows(name: str, param: Tensor) -> int:
 def whole_tensors(name: str, param: Tensor) -> int:
     """Returns the granule that keeps each parameter on one rank.
 
-    Optimizers that step full tensors then send a tensor to another rank only to balance the step
-    times of ranks.
+    Optimizers that step full tensors then need not gather them. They send a tensor to another rank
+    only to balance the step times of the ranks.
 
     Args:
         name: The name of the parameter.

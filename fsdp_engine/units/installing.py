@@ -72,9 +72,9 @@ def install_where_complete(
 ) -> None:
     """Install the sharded parameters of a newly built unit in its modules.
 
-    The full parameters are thereby freed, so that only one unit at a time is in memory twice. A
-    module with parameters on the meta device, which another unit owns, keeps its full parameters:
-    its ``reset_parameters`` will run once more.
+    This frees the user's full parameters, so that both full and sharded parameters are in memory
+    for only one unit at a time. A module that also has parameters on the meta device, which another
+    unit owns, keeps its full parameters, because its ``reset_parameters`` will run once more.
 
     Args:
         buffers: The buffers of the unit.
@@ -110,7 +110,7 @@ class WatchedParameters(dict[str, Any]):
 
 
 def watch_reads(buffers: Sequence[ParamAndGradBuffer]) -> None:
-    """Make modules with parameters of ``buffers`` return full parameters to reads within forward.
+    """Make reads of parameters of ``buffers`` within the model's forward return full parameters.
 
     Must be called before an :class:`Installation` of ``buffers`` is made.
     """

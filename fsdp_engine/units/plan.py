@@ -77,7 +77,7 @@ class AxisPlans:
 
     Attributes:
         data: The axes of all data-parallel ranks.
-        expert: The axes of the ranks that share an expert, if these are other ranks.
+        expert: The axes of the ranks that share an expert. None: there is no expert mesh.
     """
 
     data: AxisPlan
@@ -115,7 +115,8 @@ class PlannedBuffer:
 
     @cached_property
     def codec(self) -> ParamCodec:
-        """A codec of this kind that belongs to no buffer. Callers read its sizes."""
+        """A codec of this kind that belongs to no buffer. It is used to read the sizes of the
+        encoded weights."""
         return self.make_codec()
 
 
@@ -251,7 +252,10 @@ def plan_buffers(
 ) -> list[PlannedBuffer]:
     """Returns the buffers for the parameters of one unit.
 
-    ``in_buckets`` splits them into buckets, for parameters outside of units.
+    Args:
+        records: The parameters.
+        settings: The inputs of the plan.
+        in_buckets: Split the parameters into buckets. For parameters outside of units.
     """
     groups: dict[BufferKind, list[ParamRecord]] = {}
     makers: dict[BufferKind, Callable[[], ParamCodec]] = {}
@@ -374,7 +378,8 @@ def is_expert(param: Tensor) -> bool:
 
 
 def _known_as(record: ParamRecord) -> str:
-    """Returns the name for the comparison of ranks. The names of experts may differ by rank."""
+    """Returns the name of a parameter in the signature, which ranks compare. Experts have one name
+    there, because their own names may differ between ranks."""
     return "an expert's parameter" if is_expert(record.param) else record.name
 
 
