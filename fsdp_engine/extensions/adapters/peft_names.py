@@ -220,8 +220,8 @@ class AdapterLayers:
             if method is not True and method is not False and method != "gaussian":
                 raise ValueError(_unsupported(path, adapter, f"init_lora_weights={method!r}"))
             with _drawn_as_by_peft(layer, adapter):
-                # PEFT draws these twice: when it creates them, and when it initializes them. Drawing
-                # once would change all random numbers that follow.
+                # PEFT draws these twice: when it creates them, and when it initializes them.
+                # Drawing once would change all random numbers that follow.
                 for attribute in ("lora_A", "lora_B"):
                     _reset_parameters(getattr(layer, attribute), adapter)
                 for attribute in ("lora_embedding_A", "lora_embedding_B"):
