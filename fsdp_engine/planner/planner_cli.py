@@ -108,7 +108,8 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
         values: The values of all options.
 
     Raises:
-        ValueError: An option has no effect, or is missing.
+        ValueError: An option has no effect, or a required option is missing.
+        typer.BadParameter: A file cannot be written, or a figure cannot be saved to it.
     """
     model, batch = values["model"], values["batch"]
     if (values["elements"] is None) == (model is None):
