@@ -69,8 +69,8 @@ class PipelineSimulation:
             of this one.
         ranks: The steps of the ranks. Each begins at the end of the rank's previous step.
         starts: The start of each rank's step, relative to the earliest one.
-        stages: Indices of the rank's stages.
-        actions: Forwards and backwards in the order of the schedule.
+        stages: Indices of each rank's stages.
+        actions: Each rank's forwards and backwards in the order of the schedule.
         num_targets: Number of target elements in all microbatches on all data-parallel ranks, or
             on all groups of context-parallel ranks.
     """
@@ -158,7 +158,7 @@ def simulate_pipeline(
 ) -> PipelineSimulation:
     """Simulate a step of pipeline-parallel training; see [Note: Simulated pipelines].
 
-    Runs in one process, like ``fe.simulate``.
+    The simulation runs in this process, like ``fe.simulate``.
 
     Args:
         stages: Builds the module of one stage, ``stages(index, num_stages)``, on any device. Its

@@ -122,7 +122,7 @@ def _link(
 def _medians(
     actions: dict[str, Action], timed: Callable[[Action], float], seconds: float, agree: Agree
 ) -> dict[str, float]:
-    """Time the actions in turns, on all ranks at once. Returns median seconds by name."""
+    """Time the actions alternately, on all ranks at once. Returns median seconds by name."""
     for action in actions.values():
         timed(action)
     once = agree(sum(timed(action) for action in actions.values()))
