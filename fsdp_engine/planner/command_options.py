@@ -111,7 +111,7 @@ def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect
 
 
 def _type_of(group: type, field_name: str) -> Any:
-    """Returns the type of a field. Does not evaluate types of other fields, which may need
+    """Returns the type of a field, without evaluating the types of other fields, which may need
     torch."""
     for each in group.__mro__:
         annotations = inspect.get_annotations(each)

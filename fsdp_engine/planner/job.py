@@ -46,8 +46,8 @@ class Known:
 
     Attributes:
         operations: Results of operations.
-        rows: Outcomes, without a memory limit, by machine, ranks, candidate, microbatches, factor
-            of the batch and whether blocks are compiled.
+        rows: Outcomes without a memory limit. The keys are machine, ranks, candidate, microbatches,
+            factor of the batch and whether blocks are compiled.
     """
 
     operations: OperationCache = field(default_factory=OperationCache)

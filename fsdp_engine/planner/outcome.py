@@ -126,9 +126,9 @@ class Times:
     Attributes:
         step: Seconds from the end of the previous step to the end of this one.
         compute: Busy time of the compute lane.
-        exposed: Time in which compute waited, by cause: communication by axis ("inner", "outer",
-            "context" and "tensor" parallel ranks), copies of offloaded state ("state") and of
-            activations ("activations"), and other stages ("pipeline").
+        exposed: Time in which compute waited, by cause: communication along an axis ("inner",
+            "outer", "context", "tensor"), copies of offloaded state ("state") and of activations
+            ("activations"), and other stages of a pipeline ("pipeline").
         at_peak: Time that the model's flops, without recomputation, take at the machine's peak.
     """
 

@@ -10,8 +10,8 @@ modification times; if one of them differs, the rows are ignored. A process does
 if its own sources changed after it started, or if the job cannot be described because it has
 functions or classes defined in an interpreter, or objects that cannot be pickled.
 
-Values that functions read while they run (the environment, a file, a changed module variable) are
-not part of the digest.
+Values of tensors, and values that functions read while they run (the environment, a file, a changed
+module variable), are not part of the digest.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ def _check_source(value: Any) -> None:
 
 
 def _parts_of(function: types.FunctionType) -> tuple[Any, ...]:
-    # A cell with a class is the cell of `super()`. Describing the class would repeat the function.
+    # A cell with a class is assumed to be the cell of `super()`. Describing that class would repeat
+    # the function. Other classes that a function captures are therefore not told apart.
     cells = [each.cell_contents for each in function.__closure__ or ()]
     values = ["class" if isinstance(each, type) else each for each in cells]
     return _code_parts(function.__code__), values, function.__defaults__, function.__kwdefaults__

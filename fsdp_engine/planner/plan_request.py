@@ -39,8 +39,8 @@ class PlanRequest:
     """The arguments of :func:`~.strategy_search.plan`, which documents them.
 
     Attributes:
-        is_compared: The plan is one of several in a comparison. No variations of the choice are
-            tried, and a quick plan tries all of its candidates, even if this takes long.
+        is_compared: Whether the plan is one of several in a comparison. If so, no variations of the
+            choice are tried, and a quick plan tries all of its candidates, even if this takes long.
 
     Raises:
         TypeError, ValueError: An argument is invalid.

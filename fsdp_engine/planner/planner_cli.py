@@ -6,7 +6,7 @@
     fsdp-engine calibrate machine.json
 
 ``plan`` with a batch simulates every strategy and recommends one; without a batch, or with
-``--formulas``, it prints the results of formulas. It does not train or allocate tensors.
+``--formulas``, it prints the results of formulas. ``plan`` neither trains nor allocates tensors.
 ``calibrate`` measures this machine.
 """
 

@@ -42,8 +42,8 @@ _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the mode
 # Number of tokens in a sequence from which "auto" tries context parallelism.
 _LONG_SEQUENCE = 2**15
 
-# A quick plan stops once this many candidates fit. For most models these are level 3 with each kind
-# of activation checkpointing, and the first candidate of HSDP.
+# A quick plan stops once this many candidates fit. For most models these are level 3 with each of
+# the three ways to handle activations, and the first candidate of HSDP.
 QUICK_FITTING = 4
 
 

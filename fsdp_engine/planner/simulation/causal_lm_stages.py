@@ -84,7 +84,7 @@ def has_stages(model: Any, num_stages: int) -> bool:
 
 
 def with_tp_plan(stage: nn.Module) -> nn.Module:
-    """Returns the module of a stage to which the model's tensor-parallel plan applies."""
+    """Returns the part of a stage's module to which the model's tensor-parallel plan applies."""
     return stage.causal_lm if isinstance(stage, CausalLMStage) else stage
 
 

@@ -136,7 +136,7 @@ def simulated_symmetric_memory() -> Iterator[None]:
     import torch.distributed._symmetric_memory as symmetric
 
     class Registered:
-        """Replaces torch's binding, which stores groups for the life of the process."""
+        """Replacement for torch's binding, which stores groups for the life of the process."""
 
         @staticmethod
         def set_group_info(*args: Any) -> None:

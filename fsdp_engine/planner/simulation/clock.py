@@ -6,8 +6,8 @@ call. The *device's* clock is the clock of its lanes: an operation on a lane sta
 has issued it, previous operations on the lane are complete, and the tickets that it depends on are
 reached. Waiting for a ticket takes no time by itself; it delays the next operation on the lane.
 Casts and sums on other lanes are kernels of the same device and need the memory and processors of
-compute, so they delay compute by their time. (On an H200 steps of compiled blocks take as long as
-all kernels of all streams together, to 1 %; on an H100 4 % less.)
+compute, so they delay compute by their time. (On an H200 the time of a step of compiled blocks is
+the sum of the times of all kernels of all streams, within 1 %; on an H100 it is 4 % less.)
 *Exposed* time is measured on the device's clock: from the time at which compute could have started
 without the wait (issued, and the lane idle) to the time at which it starts.
 

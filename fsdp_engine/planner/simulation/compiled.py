@@ -219,7 +219,7 @@ def _compile(backend: Any, model: Any, inputs: Any, **options: Any) -> Any:
 
 
 def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Returns a function that simulates a graph. Replaces inductor's compilation of one graph."""
+    """Returns a function that simulates a graph, instead of inductor's compilation of the graph."""
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 

@@ -26,8 +26,8 @@ from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 
 class Direction(Enum):
-    """The direction of a copy: ``INTO`` the memory where state is used, or ``OUT`` of it; or
-    ``WORK`` of the host in its own memory."""
+    """The direction of a copy, ``INTO`` the memory where state is used or ``OUT`` of it. ``WORK``
+    is no copy, but work of the host in its own memory."""
 
     INTO = "into"
     OUT = "out"
@@ -39,9 +39,9 @@ class Copy:
     """One copy, or one piece of the host's work.
 
     Attributes:
-        ready: The earliest time at which it may start.
+        ready: The earliest time at which the copy may start.
         num_bytes: Number of bytes to copy.
-        start, end: Start and end times, as far as overlapping copies are known.
+        start, end: Start and end times, given the overlapping copies that have been added so far.
     """
 
     ready: float

@@ -436,7 +436,8 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_large(memory: Node, node: Node) -> bool:
-    """Returns whether a memory has at least as many elements as the iterations of a node."""
+    """Returns whether the result ``memory`` has at least as many elements as ``node`` iterates
+    over."""
     value = value_of(memory)
     return isinstance(value, Tensor) and value.numel() >= _iterations(node)[0]
 

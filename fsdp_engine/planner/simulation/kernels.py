@@ -34,7 +34,8 @@ class Kernels:
 
     Args:
         device: The device.
-        turns: Number of threads of all ranks per core, at least 1.
+        turns: Number of threads of all ranks per core, at least 1. Threads that share a core
+            compute in turns.
         seconds: Measurement time of each kernel.
         agree: Combines the ranks' values, for example by the maximum.
     """
@@ -247,8 +248,8 @@ class Kernels:
         return seconds
 
     def crowd(self) -> float:
-        """Returns the fraction of a CPU's time that other programs used during products; 0 on a
-        device."""
+        """Returns the fraction of a CPU's time in which this thread could not compute products,
+        since other programs or other ranks used the CPU; 0 on a device."""
         if not self._on_host:
             return 0.0
         operands = self._operands(torch.float32)

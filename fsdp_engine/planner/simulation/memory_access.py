@@ -45,7 +45,9 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-    """Returns the bytes that an operation reads and writes; None if it only takes host time."""
+    """Returns the bytes that an operation reads and writes: those of all arguments, and those of
+    all results. Results include arguments that are changed in place. None: the operation only takes
+    host time."""
     name = func._overloadpacket.__name__
     if func.is_view or name in _NOTHING:
         return None

@@ -85,7 +85,8 @@ def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
 
     Args:
         model: A model whose parameters may be DTensors.
-        data: The mesh to return if there are no DTensors, or if it has the same root mesh.
+        data: The mesh to return if there are no DTensors, or if they are over slices of its root
+            mesh.
 
     Raises:
         ValueError: The root mesh does not have one or two unused dimensions, or lacks ranks.

@@ -179,7 +179,8 @@ def simulate_pipeline(
         loss: Computes the loss, ``loss(output, target)``, on the last stage. None: the
             cross-entropy of logits.
         quick: Simulate each different stage once, with few microbatches, instead of all forwards
-            and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
+            and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``. Steps of
+            fewer than four microbatches are always simulated in full.
         options: A ``StepOptions`` with the other options. None: they are keyword arguments. An
             ``fe.Options`` is instead passed on as the ``options`` argument of ``fe.shard``.
         **given: Fields of ``StepOptions``, of which ``microbatches`` is required, and arguments of

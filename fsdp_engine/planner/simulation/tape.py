@@ -72,7 +72,7 @@ class RecordingClock(Clock):
     """A clock that records its calls; see [Note: Tapes].
 
     Attributes:
-        entries: The record since the clock's construction.
+        entries: The calls since the clock's construction.
         messages: The messages that the rank has posted.
         num_samples: Number of calls of :meth:`sample_number`.
     """
@@ -292,7 +292,7 @@ class Replay:
         clock: The new clock.
         marks: See :meth:`RecordingClock.mark`.
         tickets: Tickets by number.
-        finishes: Times at which the clock was finished.
+        finishes: Times that the calls of ``Clock.finish`` returned.
         samples: Times by number; see :meth:`RecordingClock.sample_number`.
         waits_for: The message that compute waits for. None: the tape has ended.
     """
