@@ -1,1 +1,1 @@
-"""Selects a strategy for a job: bytes and traffic by formulas, and simulated training steps."""
+"""Selects a strategy for a job by simulated training steps, or by formulas for its bytes."""

@@ -1,16 +1,16 @@
 """Searches for the microbatch size, and the number of microbatches, that give a global batch.
 
 [Note: Steps of many microbatches]
-Between the first microbatch of a step and the last, each takes the same time and sends the same
-bytes as the one before it, since gradients are accumulated from the first on, and nothing is
-prefetched across the end of the step. So a step of m > 3 microbatches takes the time of a step of
-three, plus (m - 3) times the time of the second one; its memory is that of a step of three.
+All microbatches of a step except the first and the last take the same time and send the same bytes:
+gradients are accumulated from the first microbatch on, and nothing is prefetched across the end of
+the step. So a step of m > 3 microbatches takes the time of a step of three, plus (m - 3) times the
+time of the second microbatch. Its memory is that of a step of three.
 (``tests/planner/test_batch_search.py`` compares with full simulations of such steps.)
 
-The largest microbatch is determined for each strategy separately. Memory is linear in the size, and
-grows by at most the activations of the smallest microbatch for each further row. This bound selects
-a second size; the line through both sizes predicts the largest one; and simulations show whether it
-fits and the next larger one does not.
+The largest microbatch is determined for each strategy separately. Memory is linear in the size of
+the microbatch. Each further row adds at most the activations per row of the smallest microbatch.
+This bound selects a second size to simulate. The line through both sizes predicts the largest size
+that fits, and simulations check that it fits and that the next larger size does not.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from dataclasses import replace
 from fsdp_engine.planner.candidates import Candidate
 from fsdp_engine.planner.outcome import ACTIVATIONS, Outcome
 
-# Largest relative difference between a global batch and a multiple of the smallest one.
+# Largest accepted difference between a global batch and the nearest batch that all ranks can share
+# equally, as a fraction of the global batch.
 _TOLERANCE = 0.1
 
 
 def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> int:
-    """Returns the number of rows of one rank in a step, rounded to the nearest.
+    """Returns the number of rows of one rank in a step that comes nearest to the global batch.
 
     Args:
         global_batch: Tokens or samples of a step on all ranks.
@@ -36,7 +37,8 @@ def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> 
         item: Unit of ``items``.
 
     Raises:
-        ValueError: The nearest multiple of the ranks' rows differs by more than a tenth.
+        ValueError: The nearest multiple of one row per rank differs from the global batch by more
+            than a tenth.
     """
     least = num_ranks * items
     rows = max(round(global_batch / least), 1)
@@ -111,7 +113,7 @@ def largest_fitting(
     first = sizes[0]
     if probe(first).lacking:
         return _sized(candidate, rows, first)
-    fits, lacks = 0, len(sizes)  # largest index known to fit, smallest known not to
+    fits, lacks = 0, len(sizes)  # largest index known to fit, smallest index known not to fit
 
     def narrow(index: int) -> None:
         nonlocal fits, lacks

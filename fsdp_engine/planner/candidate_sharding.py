@@ -18,19 +18,19 @@ Select = Callable[[int], tuple[Candidate, Mapping[str, Any]]]
 
 
 def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) -> Engine:
-    """Apply tensor parallelism, and shard the model over the other ranks. Collective over all
-    ranks.
+    """Apply the candidate's tensor parallelism, and shard the model over its data-parallel ranks.
+    Collective over all ranks.
 
     Args:
-        select: Takes the number of all ranks, and returns the candidate and the arguments of
-            ``fe.shard``.
+        select: Takes the number of ranks of the job, and returns the candidate and the arguments
+            of ``fe.shard``.
         model: The model, which is sharded in place.
         parallelize: Applies tensor parallelism. None: the model's ``tp_plan`` is applied.
 
     Raises:
         ValueError: ``select`` raised an error, the model has no tensor-parallel plan, the candidate
-            has a pipeline, or the candidates differ between ranks; on all ranks, before anything is
-            changed.
+            has a pipeline, or the candidates differ between ranks. The error is raised on all
+            ranks, before the model is changed.
     """
 
     def check(candidate: Candidate) -> None:

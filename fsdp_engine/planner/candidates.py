@@ -36,7 +36,8 @@ class Candidate:
         tensor_parallel: Number of consecutive ranks that share the model's matrices. There is such
             a group at each place of ``mesh``.
         context_parallel: Number of consecutive ranks of the inner axis that share each sequence.
-        pipeline: Number of ranks in a pipeline. Each of them has a full ``mesh`` of ranks.
+        pipeline: Number of ranks in a pipeline. The ranks at one place of their pipelines form a
+            ``mesh``.
         schedule: The schedule of the pipeline, by torch's name; None: there is no pipeline.
     """
 
@@ -55,7 +56,7 @@ class Candidate:
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that parameters are sharded over."""
+        """Number of ranks of ``mesh``, including context-parallel ranks."""
         return math.prod(self.mesh)
 
     @property
@@ -80,8 +81,8 @@ class Candidate:
 
     @property
     def offloaded(self) -> str:
-        """Offloads as text: "optimizer state on the host", "everything on the host", "activations
-        on the host"; empty if all is on the device."""
+        """Offloads as text, such as "optimizer state on the host, activations on the host"; empty
+        if all state and activations are on the device."""
         offload, names = self.offload or StatePlaces(), dict[str, list[str]]()
         number = len(KIND_OF_OFFLOADED)
         for role, place in offload.places.items():
@@ -101,7 +102,8 @@ class Candidate:
 
     @property
     def recomputed(self) -> str:
-        """Text for the recomputed forwards: "no", "blocks", "selective", "blocks, every 2nd"."""
+        """Text for the recomputed forwards: "no", "blocks", "selective", "by a policy", or for
+        example "blocks, every 2nd"."""
         found = recomputed_by(self.checkpointing)
         if found is None:
             return "no"
@@ -111,8 +113,8 @@ class Candidate:
 
     @property
     def has_own_policy(self) -> bool:
-        """Whether a function or a list of operations of the user selects the recomputed operations,
-        so that a file cannot contain the candidate."""
+        """Whether a function or a list of operations, given by the user, selects the recomputed
+        operations. Such a candidate cannot be saved to a file."""
         found = recomputed_by(self.checkpointing)
         return found is not None and found.policy not in (None, SELECTIVE)
 
@@ -164,7 +166,7 @@ def recomputed_by(checkpointing: Activations) -> Any:
 
 
 def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:
-    """Returns the extensions of ``candidate`` and the given ones, which override them."""
+    """Returns the given extensions, and those of ``candidate`` that no given one replaces."""
     known = [*(given or ())]
     own: list[object] = [] if candidate.offload is None else [candidate.offload]
     if candidate.checkpointing and (activations := find_module("activations")) is not None:
@@ -233,8 +235,8 @@ def candidates(
     microbatch_sizes: Sequence[int | None],
     sequences: Sequence[int | None],
 ) -> Iterator[Candidate]:
-    """Yields each combination of the values, with the other fields of ``like``. Meshes of one axis
-    have four levels, meshes of two axes ten pairs."""
+    """Yields a candidate for each combination of the values and of the levels: four levels on one
+    axis, ten pairs on two axes. The other fields are those of ``like``."""
     every = itertools.product(sequences, microbatch_sizes, checkpointing, meshes)
     for sequence, size, recompute, mesh in every:
         for pair in Strategy.all_on(len(mesh)):
@@ -260,9 +262,9 @@ _QUICK = (
 
 
 def quick_candidates(every: Iterable[Candidate]) -> list[Candidate]:
-    """Returns the candidates of a quick plan in its order. The ones that save the most memory are
-    first, since they fit most often. Each is tried with every degree of context, tensor and
-    pipeline parallelism. ZeRO-1 and DDP are tried on one axis."""
+    """Returns the candidates that a quick plan tries, in the order in which it tries them. Levels
+    that save the most memory are first, since they fit most often. Each level is tried with all
+    degrees of context, tensor and pipeline parallelism. ZeRO-1 and DDP are tried on one axis."""
 
     def rank(each: Candidate) -> tuple[int, ...]:
         pair = _QUICK.index((each.strategy, each.outer_strategy))

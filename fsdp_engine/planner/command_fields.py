@@ -1,8 +1,8 @@
 """The options of ``fsdp-engine plan``, each declared once, as a field of a dataclass.
 
-The command line builds its parameters from these fields. ``fe.plan`` takes :class:`PlanFields` as
-:class:`~.plan_options.PlanOptions`. This module does not import torch, so that help texts and usage
-errors are printed without delay.
+The command line builds its parameters from these fields. :class:`~.plan_options.PlanOptions`, the
+options of ``fe.plan``, inherits those of :class:`PlanFields`. This module does not import torch, so
+that help texts and usage errors are printed without delay.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ class Where(StrEnum):
 
 
 class Recompute(StrEnum):
-    """Activation checkpointing of the candidates: of whole blocks or selective. ``offload`` stores
-    their activations on the host. ``auto`` tries off, selective and on, and also offload where it
-    may be the fastest."""
+    """How candidates handle the activations of blocks. ``on`` recomputes whole blocks in backward,
+    ``selective`` some of their operations, ``off`` nothing, and ``both`` tries off and on.
+    ``offload`` stores activations on the host. ``auto`` tries off, selective and on, and also
+    offload where it may be the fastest."""
 
     auto = "auto"
     both = "both"
@@ -255,7 +256,7 @@ class PlanFields(GivenOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """Options of ``plan`` that have another form in ``fe.plan``, or none."""
+    """Options of the command ``plan`` that ``fe.plan`` takes in another form, or does not have."""
 
     panel: ClassVar[str] = "Precision and units"
 
@@ -306,7 +307,8 @@ class Details:
 
 @dataclass(frozen=True, kw_only=True)
 class QuestionFields:
-    """Options of :class:`~.question_output.Questions`, which computes and prints the answers."""
+    """Options that ask questions about a plan. :class:`~.question_output.Questions` answers
+    them."""
 
     panel: ClassVar[str] = "Questions"
 

@@ -158,7 +158,7 @@ def default_loss(output: Any) -> Tensor:
     sum of its first floating-point tensor.
 
     Raises:
-        ValueError: The output contains neither of them.
+        ValueError: The output contains no floating-point tensor.
     """
     loss = getattr(output, "loss", None)
     if isinstance(loss, Tensor):

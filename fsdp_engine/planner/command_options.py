@@ -111,7 +111,7 @@ def parameters_of(make: Callable[..., object], *groups: Any) -> Iterator[inspect
 
 
 def _type_of(group: type, field_name: str) -> Any:
-    """Returns the type of a field. Does not evaluate types of other fields, which may need
+    """Returns the type of a field, without evaluating the types of other fields, which may need
     torch."""
     for each in group.__mro__:
         annotations = inspect.get_annotations(each)
@@ -121,10 +121,14 @@ def _type_of(group: type, field_name: str) -> Any:
 
 
 def parsed(group: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of a dataclass's fields for the values of a command's options.
+    """Returns the field values of a dataclass of options, by field name.
+
+    Args:
+        group: The dataclass.
+        values: The values of the command's options, by option name.
 
     Raises:
-        ValueError: The option does not accept the given text.
+        ValueError: An option does not accept its value.
     """
     found = {}
     for field_name, name, form in options_of(group):

@@ -62,14 +62,15 @@ class Comparison:
         return next((each for each in self.rows if each.chosen is not None), None)
 
     def speedup(self, row: ComparedRow) -> float | None:
-        """Returns the ratio of a row's tokens or samples per second to those of the base. None: no
-        candidate fits."""
+        """Returns the tokens or samples per second of a row, divided by those of the base. None: no
+        candidate of the row fits."""
         if row.chosen is None or self.base is None or self.base.chosen is None:
             return None
         return row.chosen.rate / self.base.chosen.rate
 
     def efficiency(self, row: ComparedRow) -> float | None:
-        """Returns the speedup per rank: 1 if the rate grows like the number of ranks."""
+        """Returns the speedup per rank, which is 1 if the rate grows in proportion to the ranks.
+        None: no candidate of the row fits."""
         speedup = self.speedup(row)
         if speedup is None or self.base is None:
             return None
@@ -101,7 +102,8 @@ def comparison_table(
     Args:
         found: The plans.
         items: Tokens or samples of a training run; adds columns with its days and GPU hours.
-        prices: Dollars per GPU hour, one for all rows or one for each; adds a column with the cost.
+        prices: Dollars per GPU hour: one price for all rows, or one for each row. With ``items``,
+            known prices add a column with the cost.
     """
     from rich.table import Table
 

@@ -18,8 +18,8 @@ AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the 
 units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 
 Offloaded state is counted as on an accelerator. At rest, it is on the host or disk. The device
-temporarily holds the chunks of two units in the optimizer step, gradients that are reduced before
-they are copied away, and main weights that are copied in to be encoded for a gather.
+temporarily holds the chunks of two units in the optimizer step, reduced gradients until they are
+copied to the host or disk, and main weights that are copied in to be encoded for a gather.
 
 ``buffers/weights.py`` and ``gradients.py`` determine which tensors a buffer has at rest and
 temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary tensors exist at a
@@ -238,7 +238,7 @@ class UnitFootprint:
 
     Attributes:
         buffers: Memory and traffic of the unit's buffers.
-        is_loose: Some modules of the unit are not in the model's blocks.
+        is_loose: Whether some modules of the unit are not in the model's blocks.
     """
 
     buffers: tuple[Footprint, ...]
@@ -331,16 +331,17 @@ def estimate(
         num_microbatches: Number of microbatches per step.
         num_units: Number of equal units, if ``model`` is a number of elements.
         dtype: Dtype of the parameters, if ``model`` is a number of elements.
-        on_cpu: The model is on a CPU, where main weights or gradients may be offloaded to a disk
-            separately and at all levels, without staging.
+        on_cpu: Whether the model is on a CPU. On a CPU, main weights and gradients may be offloaded
+            to a disk separately, at all levels, and without staging in host memory.
         **options: Arguments of ``fe.shard``: ``units``, ``mp_policy``, ``options``, ``extensions``.
 
     Raises:
-        OffloadLevelError: The levels do not allow the given ``fe.Offload``; a ``ValueError``.
+        OffloadLevelError: The levels do not allow the given ``fe.Offload``. This error is a
+            ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
             strategy is unknown, or ``units``, ``options`` or ``extensions`` are invalid for
             ``fe.shard``.
-        TypeError: ``model`` is neither a module nor a number.
+        TypeError: ``model`` is neither a module nor a number, or another argument has a wrong type.
     """
     sizes = _axis_sizes(world_size, outer_size)
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
@@ -436,7 +437,7 @@ def compare(
     model: nn.Module | float, *, world_size: int, outer_size: int = 1, **options: Any
 ) -> tuple[Estimate, ...]:
     """Returns estimates for the ten pairs of levels, or for the four levels if there is one axis.
-    Pairs that do not allow the offload are left out.
+    Levels that do not allow the offload are left out.
 
     Args:
         model, world_size, outer_size, options: Arguments of :func:`estimate`, except strategies.
@@ -501,5 +502,10 @@ def _equal_blocks(num_elements: int, num_blocks: int, dtype: torch.dtype) -> nn.
 
 
 def _peak(moments: Iterable[Sequence[int]], sizes: Sequence[int]) -> int:
-    """Returns the most bytes at one of ``moments``, which list units of the given ``sizes``."""
+    """Returns the largest number of bytes at one moment.
+
+    Args:
+        moments: For each moment, the indices of the units whose memory is held.
+        sizes: Bytes of each unit.
+    """
     return max((sum(sizes[unit] for unit in moment) for moment in moments), default=0)

@@ -5,8 +5,9 @@ A deep model repeats a block. Each further block adds the same operations to for
 the same communication and the same state. So the step time, the bytes sent, and the memory at each
 place of the program are linear in the number of blocks, once there are a few. (A unit is gathered
 while another one computes, except for the first and last blocks.) Such a model is simulated with
-three small numbers of blocks. If the third adds as much as the second, further blocks would, too;
-if not, or if the model does not run with fewer blocks, all blocks are simulated.
+three small numbers of blocks, a constant number of blocks apart. If the third simulation adds as
+much to the second as the second adds to the first, further blocks would add the same. If not, or if
+the model does not run with fewer blocks, all blocks are simulated.
 
 The *peak* is not linear, as it may move from one place to another. So the largest memory at each
 place (a module, in forward, backward or the step) is extrapolated, and the peak is the largest of
@@ -14,8 +15,9 @@ these. Between the first and the last blocks, memory changes by the same amount 
 so no block in the middle has more memory than both ends.
 
 Two blocks are equal if their modules have equal classes, shapes and attributes, apart from integers
-that count blocks. Only every ``period``-th block may be equal, for example if windows of attention
-alternate. ``tests/planner/test_fewer_blocks.py`` compares with simulations of all blocks.
+that count blocks. In some models only every ``period``-th block is equal, for example if layers
+with and without a window of attention alternate. ``tests/planner/test_fewer_blocks.py`` compares
+the results with simulations of all blocks.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from fsdp_engine.planner.simulation.simulate import Simulation
 # since units are prefetched from block to block.
 _LEAST = 6
 _AT_START = 3
+# Largest distance between equal blocks.
 _MOST_IN_PERIOD = 8
 # Relative tolerance between the amounts that successive blocks add.
 _TOLERANCE = 1e-6
@@ -97,8 +100,10 @@ class Repeated:
 
 
 def find_repeated(model: nn.Module) -> Repeated | None:
-    """Returns the equal blocks in the model's longest list. None if there are none, or if other
-    lists are as long, since their members may belong to these blocks."""
+    """Returns the equal blocks at the end of the model's longest list. :attr:`Repeated.is_deep` is
+    True if they are enough to simulate fewer of them. None if no list has more than ``_LEAST``
+    modules, if the list is a ``ModuleDict`` whose keys are not numbers in order, or if another list
+    is as long, since the members of both lists may be parts of the same blocks."""
     lists: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         is_within = any(name.startswith(f"{outer}.") for outer, _ in lists)
@@ -143,8 +148,8 @@ def of_all_blocks(
         _places(repeated, depth, simulation)
         for depth, simulation in zip(repeated.depths, simulations, strict=True)
     ]
-    # The other simulations must have all places of the first. They have further places in the
-    # middle.
+    # The deeper models must have all places of the shallowest one. They also have further places in
+    # the middle.
     if any(place not in each for each in places for place in places[0]):
         return None
     try:

@@ -70,7 +70,7 @@ def _draw_memory(axes: Axes, planning: StrategyPlan, outcomes: Sequence[Outcome]
         sizes = [each.memory.get(kind, 0) / unit for each in outcomes]
         _draw_part(axes, outcomes, ends, sizes, colour, kind)
     text = f"limit {limit:,.1f} {name}"
-    if 2 * max(ends) < limit:  # the limit is outside the axes, to leave room for the bars
+    if 2 * max(ends) < limit:  # an arrow points to the limit, so that the bars have enough room
         axes.set_xlim(0, (1 + _ROOM) * max(ends))
         axes.text(
             1,

@@ -46,8 +46,8 @@ class Known:
 
     Attributes:
         operations: Results of operations.
-        rows: Outcomes, without a memory limit, by machine, ranks, candidate, microbatches, factor
-            of the batch and whether blocks are compiled.
+        rows: Outcomes without a memory limit. The keys are machine, ranks, candidate, microbatches,
+            factor of the batch and whether blocks are compiled.
     """
 
     operations: OperationCache = field(default_factory=OperationCache)
@@ -84,7 +84,12 @@ class Job:
         self.cache = cache_of({"model": model, **parts})
 
     def inputs(self, candidate: Candidate) -> Any:
-        """Returns the batch of one rank, or of one context-parallel group."""
+        """Returns the batch of one rank, or of one context-parallel group.
+
+        Raises:
+            ValueError: ``candidate`` has a microbatch size or a sequence length, and the batch is
+                not a function.
+        """
         size, sequence, batch = candidate.microbatch_size, candidate.sequence, self.request.batch
         if not callable(batch):
             if size is not None or sequence is not None:
@@ -204,8 +209,9 @@ class Job:
         return found
 
     def _with_fewer_blocks(self, candidate: Candidate, inputs: Any) -> Outcome | None:
-        """Returns the outcome by simulations of fewer blocks. None if the model has no repeated
-        blocks, does not run with fewer blocks, or is not linear in their number."""
+        """Returns the outcome of the full model, extrapolated from simulations of fewer blocks.
+        None if the model has no repeated blocks or does not run with fewer blocks, or if its
+        figures are not linear in the number of blocks."""
         repeated = self.repeated
         if repeated is None:
             return None
@@ -235,8 +241,9 @@ class Job:
         return number_of_items(inputs)[1] * count * candidate.num_batches
 
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
-        """Returns variations of ``chosen``: a larger batch, more microbatches, and offloaded state
-        that is updated during forward, which adds requirements to the user's program."""
+        """Returns variations of ``chosen``: a larger microbatch, more microbatches, and, if only
+        optimizer state is on the host, an optimizer step that overlaps with the next forward. The
+        last variation adds requirements to the user's program."""
         candidate = chosen.candidate
         more = _MORE_MICROBATCHES * (candidate.microbatches or self.microbatches)
         longer = replace(candidate, microbatches=more)
@@ -263,7 +270,7 @@ class Job:
 
 @dataclass(frozen=True)
 class BatchSearch:
-    """The search for microbatches of a global batch; see ``batch_search.py``.
+    """The search for the microbatches that give a global batch; see ``batch_search.py``.
 
     Attributes:
         job: The job that simulates candidates.
@@ -277,7 +284,7 @@ class BatchSearch:
         """Returns the tokens or samples of a step, nearest to the requested global batch.
 
         Raises:
-            ValueError: No multiple of the ranks' rows is near the requested batch.
+            ValueError: No multiple of one row per rank is near the requested batch.
         """
         _, items = self._row(candidate)
         return self._rows(candidate) * items * candidate.num_batches
@@ -287,11 +294,13 @@ class BatchSearch:
         return self._row(candidate)[1]
 
     def sizes(self, candidate: Candidate) -> list[int]:
-        """Returns the microbatch sizes to try, in order. The number of microbatches must be a
-        multiple of a pipeline's ranks, and the schedule must accept it.
+        """Returns the microbatch sizes to try, in ascending order. With a pipeline, the number of
+        microbatches must be a multiple of its ranks that the schedule accepts; if there is no such
+        size, the list is empty.
 
         Raises:
-            ValueError: No size of ``microbatch_sizes`` divides the rows of a rank.
+            ValueError: There is no pipeline, and no size of ``microbatch_sizes`` divides the rows
+                of a rank.
         """
         rows, given = self._rows(candidate), self.job.request.options.microbatch_sizes
         found = [each for each in divisors(rows) if rows // each % candidate.pipeline == 0]

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# A value of several options. For `offload`: offload only if no candidate fits without; for
-# `tensor_parallel`: try all degrees of the model's `tp_plan`; for `context_parallel`: if sequences
-# are long, try all that fit a node; for `pipeline`: try powers of two up to the number of nodes.
+# A value of several options. For `offload`: try offloads only if no candidate fits without one. For
+# `tensor_parallel`: try all degrees that the model's `tp_plan` allows. For `context_parallel`: if
+# sequences are long, try all degrees that fit a node. For `pipeline`: try powers of two up to the
+# number of nodes.
 AUTO = "auto"
 # Values of `checkpointing`: selective recomputation, and offloaded activations.
 SELECTIVE = "selective"
@@ -25,8 +26,8 @@ PRESET_NAMES = ("a100", "h100", "h200", "b200")
 
 
 def import_optimizer(spec: str, what: str) -> Callable[..., Any]:
-    """Returns the class in ``torch.optim`` of this name, in any case, or the function of
-    ``module:function``.
+    """Returns the optimizer class of ``torch.optim`` with this name, in upper or lower case, or the
+    function ``module:function``.
 
     Args:
         spec: The name.
@@ -117,7 +118,7 @@ def parsed_bytes(gib: float, option: str) -> float:
 
 
 def parsed_count(text: str, option: str = "--global-batch") -> float:
-    """Returns the number of a text such as "4M": k is 2^10, M is 2^20.
+    """Returns the number of a text such as "4M". The suffix k stands for 2^10, M for 2^20.
 
     Args:
         text: The text.

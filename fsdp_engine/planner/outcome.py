@@ -40,8 +40,8 @@ _OTHER_WAITS = {STATE: "state copies", ACTIVATIONS: "activation copies", PIPELIN
 
 
 def part_waiting_for(lane: str, candidate: Candidate) -> str:
-    """Returns the name of the part of a step's time in which compute waits for a lane: "inner
-    link", "state copies", ..., as in :meth:`Times.parts`."""
+    """Returns the name of the part of a step's time in which compute waits for a lane, as in
+    :meth:`Times.parts`: "inner link", "state copies", ..."""
     what = _waits_for(lane, candidate)
     return _OTHER_WAITS.get(what, f"{what} link")
 
@@ -85,11 +85,12 @@ class Setting:
             (:func:`~fsdp_engine.planner.simulation.time_accuracy.accuracy_of`); empty: unknown.
         global_batch: Tokens or samples of a step on all ranks, if microbatch sizes were searched
             for this batch; otherwise 0.
-        is_quick: Only the candidates of a quick plan were tried.
-        is_compiled: Blocks are compiled by ``block.compile()``, which the caller must call, since
-            ``fe.shard`` does not.
-        more_degrees: Tensor parallelism was not tried, and the model has a plan for it.
-        more_contexts: Context parallelism was not tried, and the machine can run it.
+        is_quick: Whether only the candidates of a quick plan were tried.
+        is_compiled: Whether blocks are compiled by ``block.compile()``, which the user must call,
+            since ``fe.shard`` does not.
+        more_degrees: Whether tensor parallelism was not tried, although the model has a plan for
+            it.
+        more_contexts: Whether context parallelism was not tried, although the machine can run it.
     """
 
     model: str
@@ -125,9 +126,9 @@ class Times:
     Attributes:
         step: Seconds from the end of the previous step to the end of this one.
         compute: Busy time of the compute lane.
-        exposed: Time in which compute waited, by cause: communication by axis ("inner", "outer",
-            "context" and "tensor" parallel ranks), copies of offloaded state ("state") and of
-            activations ("activations"), and other stages ("pipeline").
+        exposed: Time in which compute waited, by cause: communication along an axis ("inner",
+            "outer", "context", "tensor"), copies of offloaded state ("state") and of activations
+            ("activations"), and other stages of a pipeline ("pipeline").
         at_peak: Time that the model's flops, without recomputation, take at the machine's peak.
     """
 
@@ -149,7 +150,7 @@ class Times:
 
     @property
     def exposed_sum(self) -> float:
-        """Total time in which compute waited for communication and copies."""
+        """Total time in which compute waited: the sum of ``exposed``."""
         return sum(self.exposed.values())
 
     def parts(self) -> dict[str, float]:
@@ -162,7 +163,7 @@ class Times:
         return {"compute": self.compute, **waits, "host": self.host}
 
     def shares(self) -> dict[str, float]:
-        """The parts as fractions of the step time."""
+        """Returns the parts as fractions of the step time."""
         return {name: seconds / self.step for name, seconds in self.parts().items()}
 
 
@@ -264,7 +265,11 @@ class Outcome:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> Outcome:
-        """Returns the outcome from the dict that ``dataclasses.asdict`` made of it."""
+        """Returns the outcome from a dict that ``dataclasses.asdict`` made of an outcome.
+
+        Raises:
+            KeyError, TypeError, ValueError: The dict does not describe an outcome.
+        """
         values = dict(content)
         candidate = dict(values.pop("candidate"))
         candidate["mesh"] = tuple(candidate["mesh"])
@@ -321,7 +326,8 @@ class Outcome:
 
     @property
     def rate(self) -> float:
-        """Tokens or samples per second on all ranks. If times are unknown: minus the bytes sent."""
+        """Tokens or samples per second on all ranks. If times are unknown, this is minus the bytes
+        sent per step, so that candidates that send fewer bytes are sorted first."""
         if self.times is None:
             return -sum(self.sent.values())
         return self.items / self.times.step
@@ -349,8 +355,8 @@ TOLERANCE = 2 / _RATE_STEPS
 
 
 def sorted_outcomes(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    """Sort outcomes. Candidates whose known memory is within the limit are first, by rate, then by
-    peak memory. The others follow by the bytes that exceed the limit."""
+    """Sort outcomes. Candidates whose known memory is within the limit are first, ordered by rate
+    and then by peak memory. The others follow, ordered by the bytes that exceed the limit."""
     found = list(outcomes)
     fastest = max(found, key=lambda each: each.rate)
     step = abs(fastest.rate) / _RATE_STEPS or 1.0

@@ -33,7 +33,8 @@ from fsdp_engine.planner.simulation.module_names import parents_of
 from fsdp_engine.planner.simulation.simulate import Simulation
 from fsdp_engine.planner.strategy_plan import StrategyPlan, advice
 
-# Heights in pixels: a row of the timeline, the gap after it, the memory chart. Points of the chart.
+# Heights in pixels of a row of the timeline, of the gap after it and of the memory chart, and the
+# largest number of points in the chart.
 _ROW, _GAP, _MEMORY_HEIGHT, _POINTS = 20, 4, 180, 600
 # Largest number of intervals in a row, and the width of charts in SVG units.
 _MAX_SPANS, _ACROSS = 1500, 1000.0
@@ -108,7 +109,8 @@ def _text_of(name: str) -> str:
 
 
 def _ordered(columns: Sequence[terminal.Column]) -> list[terminal.Column]:
-    """Returns text columns, then number columns. Those that narrow terminals omit are last."""
+    """Returns text columns, then number columns. Number columns that narrow terminals omit are
+    last."""
     texts = [each for each in columns if not each.is_number]
     numbers = [each for each in columns if each.is_number]
     return [*texts, *sorted(numbers, key=lambda each: each.drop in DETAILS)]
@@ -269,8 +271,8 @@ def _text(span: Span) -> str:
 
 
 def _merged(spans: Iterable[Span], seconds: float) -> list[Span]:
-    """Merge successive intervals of one label and phase. If too many remain, also merge across
-    short gaps."""
+    """Merge successive intervals of one label and phase across short gaps. While too many intervals
+    remain, also merge across longer gaps."""
     gap, found = seconds / 1e4, list(spans)
     while True:
         merged: list[Span] = []

@@ -10,8 +10,8 @@ modification times; if one of them differs, the rows are ignored. A process does
 if its own sources changed after it started, or if the job cannot be described because it has
 functions or classes defined in an interpreter, or objects that cannot be pickled.
 
-Values that functions read while they run (the environment, a file, a changed module variable) are
-not part of the digest.
+Values of tensors, and values that functions read while they run (the environment, a file, a changed
+module variable), are not part of the digest.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class JobCache:
         return None if content is None else Outcome.from_plain(content)
 
     def put(self, row: str, outcome: Outcome) -> None:
-        """Write the outcome of a row to the cache."""
+        """Write the outcome of a row to the cache, unless a source file has changed since this
+        process started. If the file cannot be written, warn."""
         files = loaded_sources()
         if _is_changed_since_start(files):
             return
@@ -132,8 +133,8 @@ def compiler_settings(model: nn.Module, compiles: bool) -> tuple[list[str], list
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
-    # Their `get_hash()` is not used: dynamo's depends on the order of sets, which varies by
-    # process.
+    # `get_hash()` of these modules is not used, since dynamo's hash depends on the order of sets,
+    # which differs between processes.
     configs = (dynamo, functorch, inductor)
     settings = [each.save_config_portable(ignore_private_configs=False) for each in configs]
     for each in settings:
@@ -153,7 +154,7 @@ def digest(value: Any) -> str | None:
 
 
 class _Describer(pickle._Pickler):  # the pickler in C does not pass sets to the override
-    """Pickles objects only to compute their digest."""
+    """A pickler whose output is only used to compute a digest."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -190,21 +191,23 @@ class _Describer(pickle._Pickler):  # the pickler in C does not pass sets to the
 
 
 def _described(*_: object) -> None:
-    """Stands for a described object in a pickle. Never called, since pickles are not loaded."""
+    """Placeholder for a described object in a pickle. It is never called, since pickles are not
+    loaded."""
 
 
 def _check_source(value: Any) -> None:
     """Check that a function or class has a source file.
 
     Raises:
-        PicklingError: It has none.
+        PicklingError: The function or class was defined in an interpreter.
     """
     if value.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__"):
         raise pickle.PicklingError(f"{value!r} has no source file")
 
 
 def _parts_of(function: types.FunctionType) -> tuple[Any, ...]:
-    # A cell with a class is the cell of `super()`. Describing the class would repeat the function.
+    # A cell with a class is assumed to be the cell of `super()`. Describing that class would repeat
+    # the function. Other classes that a function captures are therefore not told apart.
     cells = [each.cell_contents for each in function.__closure__ or ()]
     values = ["class" if isinstance(each, type) else each for each in cells]
     return _code_parts(function.__code__), values, function.__defaults__, function.__kwdefaults__
@@ -223,9 +226,9 @@ def _code_parts(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def loaded_sources() -> dict[str, list[int]]:
-    """Returns the sizes and times of source files: of loaded modules, except the standard library
-    and torch, whose versions are known; and of all files of this package, including tables of
-    figures."""
+    """Returns the size and modification time of each source file: of loaded modules, except those
+    of the standard library and of torch, whose versions are part of the digest; and of all files of
+    this package, including tables of figures."""
     files = {str(path) for kind in ("*.py", "*.toml") for path in _PACKAGE.rglob(kind)}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)

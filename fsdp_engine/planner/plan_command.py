@@ -81,7 +81,7 @@ def run_plan(values: Mapping[str, Any]) -> None:
 
 
 def _print_estimates(inputs: Inputs, options: Mapping[str, Any], details: Details) -> None:
-    """Print a table computed by formulas, and exit."""
+    """Print a table of estimates by formulas, and exit with a status that says whether one fits."""
     subject: Any = inputs.elements if inputs.model is None else build_on_meta(inputs.model)
     offload = options["offload"]
     estimates = compare_estimates(
@@ -105,7 +105,7 @@ def _print_estimates(inputs: Inputs, options: Mapping[str, Any], details: Detail
 
 
 def _plan(inputs: Inputs, options: dict[str, Any], details: Details) -> StrategyPlan:
-    """Make a plan by simulations; requires ``--batch``."""
+    """Make a plan for the given batch, by simulations unless ``--formulas`` is given."""
     assert inputs.model is not None
     assert inputs.batch is not None
     build = model_builder(inputs.model, "--model")
@@ -185,7 +185,7 @@ def shard_call(planning: StrategyPlan) -> str:
 
 
 def _changed(value: Any, default: Any = None) -> dict[str, Any]:
-    """Returns the fields whose values are neither their own default nor ``default``."""
+    """Returns the fields whose values are neither their own default, nor None, nor ``default``."""
     fields = {each.name: each.default for each in dataclasses.fields(value) if each.init}
     found = {name: getattr(value, name) for name in fields}
     return {name: each for name, each in found.items() if each not in (fields[name], None, default)}

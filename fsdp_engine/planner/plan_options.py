@@ -53,16 +53,17 @@ class PlanOptions(PlanFields):
         schedules: Schedules of pipelines, including schedules that split the backward; see
             ``fe.simulate_pipeline``.
         stages: Builds a stage, ``stages(index, num_stages)``. None: ``fe.CausalLMStages`` of the
-            model. The batch is then a dict with ``input_ids`` and ``labels``, or a tuple of the
-            first stage's input and the targets.
+            model. With a pipeline, the batch must be a dict with ``input_ids`` and ``labels``, or a
+            tuple of the first stage's input and the targets.
         stage_loss: Computes the loss from the last stage's output and the targets. None: the
             cross-entropy of logits.
         checkpointing: Ways to handle the blocks' activations, each of which is tried: keep them
             (False), recompute them in backward (True), keep some ("selective" or an
             ``fe.Recompute``), or store them on the host until backward ("offload"). None:
-            False, "selective" and True; and "offload", unless ``offload`` is None, for candidates
-            whose activations do not fit and that would be the fastest if copies took no time.
-            "selective" is left out, with a warning, for a model that it does not work with.
+            False, "selective" and True. A full plan then also tries "offload", unless ``offload``
+            is None, for candidates whose activations do not fit and that would be the fastest if
+            copies took no time. If a model does not work with "selective", the planner warns and
+            leaves it out.
         microbatch_sizes: Microbatch sizes to try. None: only the size of the batch.
         microbatches: Number of forwards and backwards per step.
         global_batch: Tokens or samples of a step on all ranks. For each candidate the planner
@@ -70,10 +71,10 @@ class PlanOptions(PlanFields):
             number of microbatches that gives this batch. None: use the batch and ``microbatches``.
         sequences: Sequence lengths to try. None: only the length of the batch.
         quick: Try the candidates that are most often the best, level 3 and HSDP first, until four
-            fit; and the others of them without recomputation, if one without it fits.
-            ``StrategyPlan.full`` tries the others.
-        compile: Blocks of all candidates are compiled by ``block.compile()``, which ``shard`` does
-            not do.
+            fit. If a candidate without recomputation fits, also try the remaining ones of them
+            without recomputation. ``StrategyPlan.full`` tries all candidates.
+        compile: Whether to simulate blocks as compiled by ``block.compile()``. ``shard`` does not
+            compile them.
         cache: Read results of candidates from the user's cache folder, and store new ones there;
             see [Note: What a cached row depends on] in ``plan_cache.py``.
         progress: Show a progress bar on stderr.
@@ -81,9 +82,9 @@ class PlanOptions(PlanFields):
         formulas: Do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
         offload: Offload of all candidates. Candidates whose levels do not allow it are left out.
-            None: all state is on the device. "auto": if no candidate fits, those that might fit
-            are tried again with optimizer state on the host; if none fits then, also with main
-            weights and gradients there.
+            None: all state is on the device. "auto": if no candidate of a full plan fits, those
+            that might fit with optimizer state on the host are tried with it there. If none of
+            these fits, main weights and gradients are moved to the host, too.
 
     Raises:
         TypeError, ValueError: An option is invalid.
@@ -185,7 +186,8 @@ class PlanOptions(PlanFields):
 
     @property
     def tries_offloads(self) -> bool:
-        """Whether candidates may have more tensors on the host than ``offload`` selects."""
+        """Whether the planner may try candidates with more tensors on the host than the user asked
+        for. A quick plan does not."""
         has_host = self.where.host_runs_ahead and self.where.host_link is not None
         return has_host and not self.quick and find_module("offload") is not None
 

@@ -39,8 +39,8 @@ class PlanRequest:
     """The arguments of :func:`~.strategy_search.plan`, which documents them.
 
     Attributes:
-        is_compared: The plan is one of several in a comparison. No variations of the choice are
-            tried, and a quick plan tries all of its candidates, even if this takes long.
+        is_compared: Whether the plan is one of several in a comparison. If so, no variations of the
+            choice are tried, and a quick plan tries all of its candidates, even if this takes long.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -153,7 +153,8 @@ class PlanRequest:
 
     def _context_degrees(self, tensor_parallel: int) -> list[int]:
         """Returns the degrees of context parallelism to try with a degree of tensor parallelism.
-        "auto": all that fit a node, for any sequence length."""
+        For "auto", these are all powers of two that fit a node and divide the ranks, for any
+        sequence length."""
         if self.options.context_parallel != AUTO:
             return self._divisors("context_parallel")
         if not self.options.where.host_runs_ahead:
@@ -163,11 +164,13 @@ class PlanRequest:
         return [each for each in powers if self.options.world_size % (each * tensor_parallel) == 0]
 
     def _divisors(self, name: str) -> list[int]:
-        """Returns the given degrees of one kind of parallelism, and removes duplicates.
+        """Returns the given degrees of one kind of parallelism, without duplicates.
 
         Raises:
-            TypeError, ValueError: A degree does not divide the ranks. In a comparison such degrees
-                are left out, and there is an error only if no degree divides the ranks.
+            TypeError: A degree is not an integer.
+            ValueError: A degree is less than 1 or does not divide the ranks. In a comparison,
+                degrees that do not divide the ranks are left out, and there is an error only if
+                none remains.
         """
         given = getattr(self.options, name)
         kinds = "numbers of ranks, such as (1, 8), or 'auto'"
@@ -192,8 +195,9 @@ class PlanRequest:
         return import_function(self.build, "build") if isinstance(self.build, str) else self.build
 
     def candidates(self, degrees: Iterable[int], pipelines: Iterable[int]) -> list[Candidate]:
-        """Returns all candidates, with the first microbatch size if there is a global batch. The
-        candidates of a quick plan are in its order.
+        """Returns all candidates. With a global batch they all have the first microbatch size,
+        since the size is searched later. The candidates of a quick plan are in the order in which
+        it tries them.
 
         Args:
             degrees: Degrees of tensor parallelism.

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from fsdp_engine.planner.outcome import Outcome
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 
-# Kinds of memory have the palette of Okabe and Ito, for colour-blind readers. Times have others.
+# Kinds of memory have the colours of Okabe and Ito's palette, for colour-blind readers. Parts of
+# the step time have other colours.
 KIND_COLOURS = dict(
     zip(KINDS, ("#0072B2", "#56B4E9", "#009E73", "#F0E442", "#E69F00"), strict=True)
 )

@@ -6,7 +6,7 @@
     fsdp-engine calibrate machine.json
 
 ``plan`` with a batch simulates every strategy and recommends one; without a batch, or with
-``--formulas``, it prints the results of formulas. It does not train or allocate tensors.
+``--formulas``, it prints the results of formulas. ``plan`` neither trains nor allocates tensors.
 ``calibrate`` measures this machine.
 """
 
@@ -108,7 +108,8 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
         values: The values of all options.
 
     Raises:
-        ValueError: An option has no effect, or is missing.
+        ValueError: An option has no effect, or a required option is missing.
+        typer.BadParameter: A file cannot be written, or a figure cannot be saved to it.
     """
     model, batch = values["model"], values["batch"]
     if (values["elements"] is None) == (model is None):

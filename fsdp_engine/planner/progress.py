@@ -1,4 +1,5 @@
-"""Progress of planning on stderr: a bar that names the candidate, and a row for each outcome."""
+"""Progress of planning on stderr: a bar that names the simulated candidate, and a row for each
+outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PlanProgress:
-    """Progress of planning that shows nothing. A subclass shows it on a terminal."""
+    """Progress of planning that is not shown. A subclass shows it on a terminal."""
 
     def add(self, count: int) -> None:
         """Add ``count`` to the number of candidates to try."""

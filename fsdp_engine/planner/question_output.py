@@ -1,4 +1,4 @@
-"""Answers to the questions that are options of the command line."""
+"""Computes and prints answers to questions that the user asks by options of the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Questions(QuestionFields):
         price: Dollars per GPU hour: one price, or one for each machine of ``compare``.
         compare: Names of machines to plan for.
         scaling: Whether to plan for other numbers of ranks.
-        scaling_figure: File for a figure of the scaling.
+        scaling_figure: Path of a file for a figure of step time by number of ranks.
         checkpoint_bandwidth: GB/s to storage, of all ranks together.
 
     Raises:

@@ -1,6 +1,6 @@
 """Answers to questions about a planned job: duration and cost of a training run.
 
-Formulas, with units in their docstrings:
+Formulas (docstrings state the units):
 
     training   steps = items / items of a step; GPU hours = steps x step time x ranks
     MFU        time of the model's flops at the machine's peak over the time of the step,
@@ -110,7 +110,7 @@ def format_large(count: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration: 54.2 days, 3.1 hours, 12 minutes, 9.5 s."""
+    """Format a duration: 54.2 days, 3.1 hours, 12.0 minutes, 9.50 s."""
     for unit, name in _DURATIONS.items():
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"

@@ -29,8 +29,8 @@ def shard_stages_as(
 
     Raises:
         ValueError: ``select`` raised an error, the candidate has no pipeline, or the candidates
-            differ between ranks; on all ranks, before a stage is built. Errors of ``stages`` are
-            also raised on all ranks.
+            differ between ranks. The error is raised on all ranks, before a stage is built. Errors
+            of ``stages`` are also raised on all ranks.
     """
 
     def check(candidate: Candidate) -> None:

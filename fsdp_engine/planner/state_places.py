@@ -2,7 +2,7 @@
 
 ``fe.Offload`` of the extension ``offload`` selects places other than the device. The planner and
 simulations read the attributes that it shares with :class:`StatePlaces`. They use
-:class:`StatePlaces` if the package lacks this extension.
+:class:`StatePlaces` if there is no offload, also if the package lacks this extension.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ KIND_OF_OFFLOADED = {
 
 
 class StatePlaces(EngineExtension):
-    """State places without an offload: everything is on the device. ``fe.Offload`` documents the
-    attributes."""
+    """The places of state without an offload, which are all on the device. ``fe.Offload`` documents
+    the attributes."""
 
     optimizer_state = main_weights = gradients = step_on = allocator.DEVICE
     overlap_forward = False
@@ -54,7 +54,7 @@ def make_offload(**fields: Any) -> StatePlaces:
 
 
 def offload_module(name: str) -> Any:
-    """Returns a module of the extension ``offload``. Requires that an offload exists."""
+    """Returns a module of the extension ``offload``, which must be part of the package."""
     return find_module(f"offload.{name}", "offload")
 
 
@@ -78,8 +78,8 @@ def offload_of(engine: Engine) -> StatePlaces:
 
 @cache
 def offloads_to_host() -> tuple[StatePlaces, ...]:
-    """Returns two offloads to host memory, one of optimizer state and one of everything; () if the
-    package lacks the extension ``offload``."""
+    """Returns two offloads to host memory: one of optimizer state, and one of optimizer state, main
+    weights and gradients. () if the package lacks the extension ``offload``."""
     if find_module("offload") is None:
         return ()
     every = dict.fromkeys(KIND_OF_OFFLOADED, allocator.HOST)

@@ -206,7 +206,8 @@ def _bottleneck(setting: Setting, chosen: Outcome, times: Times) -> str:
 
 
 def _link(setting: Setting, num_ranks: int) -> str:
-    """Returns whether this number of consecutive ranks is within a node or between nodes."""
+    """Returns "within a node" if this number of consecutive ranks fits a node, otherwise "between
+    nodes"."""
     return "within a node" if num_ranks <= setting.ranks_per_node else "between nodes"
 
 
@@ -320,13 +321,13 @@ class StrategyPlan:
 
     @property
     def best(self) -> dict[str, Any]:
-        """Arguments for ``fe.shard(model, **planning.best)`` on all ranks. Context parallelism
-        also shards parameters over all ranks; forward and backward must then run within torch's
-        ``context_parallel``.
+        """Arguments for ``fe.shard(model, **planning.best)`` on all ranks. With context
+        parallelism, parameters are sharded over all ranks, too, but forward and backward must run
+        within torch's ``context_parallel``.
 
         Raises:
-            ValueError: No candidate is known to fit; the message contains the table. Or the chosen
-                candidate has tensor parallelism (use ``shard``) or a pipeline (use
+            ValueError: No candidate is known to fit; the message then contains the table. Or the
+                chosen candidate has tensor parallelism (use ``shard``) or a pipeline (use
                 ``shard_stages``).
         """
         if self.chosen is not None and self.chosen.candidate.pipeline > 1:
@@ -343,18 +344,18 @@ class StrategyPlan:
 
     def shard(self, model: nn.Module, **given: Any) -> Engine:
         """Shard the model as in the chosen candidate, including tensor parallelism. Collective; the
-        plan must be equal on all ranks. With context or tensor parallelism, the root of the
-        engine's mesh has the dimensions "cp" and "tp", and forward and backward must run within
-        torch's ``context_parallel`` over "cp".
+        plan must be equal on all ranks. With tensor parallelism, the root of the engine's mesh has
+        the dimension "tp". With context parallelism, it has the dimension "cp", and forward and
+        backward must run within torch's ``context_parallel`` over this dimension.
 
         Args:
             model: The planned model; see ``fe.shard``.
             given: Arguments of ``fe.shard`` that override ``options``.
 
         Raises:
-            ValueError: No candidate is known to fit, the plan is for another number of ranks, or it
-                differs between ranks; on all ranks. See also ``fe.shard`` and
-                ``fe.apply_tp_plan``.
+            ValueError: No candidate is known to fit, the chosen one has a pipeline, the plan is for
+                another number of ranks, or it differs between ranks. The error is raised on all
+                ranks. See also ``fe.shard`` and ``fe.apply_tp_plan``.
         """
 
         return shard_as(partial(self._select, given), model, self.parallelize)
@@ -362,7 +363,8 @@ class StrategyPlan:
     def shard_stages(self, stages: Stages | None = None, **given: Any) -> list[PipelineStage]:
         """Build and shard this rank's stages as in the chosen candidate, for its schedule of
         ``torch.distributed.pipelining``. Collective; the plan must be equal on all ranks. The root
-        of the mesh has the dimension "pp", and "tp" with tensor parallelism.
+        of the engines' mesh has the dimension "pp", with tensor parallelism "tp", and with context
+        parallelism "cp".
 
         Args:
             stages: Builds a stage, ``stages(index, num_stages)``, on the device. None: the planned
@@ -371,8 +373,8 @@ class StrategyPlan:
 
         Raises:
             ValueError: No candidate is known to fit, the chosen one has no pipeline, the plan is
-                for another number of ranks, or it differs between ranks; on all ranks. Or the plan
-                was loaded, and ``stages`` is None.
+                for another number of ranks, or it differs between ranks. This error is raised on
+                all ranks. Or the plan was loaded, and ``stages`` is None.
         """
         build = stages or self.stages
         if build is None:
@@ -397,8 +399,8 @@ class StrategyPlan:
         world_size: int | None = None,
         given: Mapping[str, Any] = MappingProxyType({}),
     ) -> dict[str, Any]:
-        """Returns arguments for ``fe.shard``: strategies, extensions, ``options``, and the sizes of
-        the mesh unless ``mesh`` is given.
+        """Returns arguments for ``fe.shard`` from the fastest candidate that fits: strategies,
+        extensions, ``options``, and the sizes of the mesh unless ``mesh`` is given.
 
         Args:
             mesh: Sizes of the job's axes. None: any.
@@ -407,7 +409,7 @@ class StrategyPlan:
 
         Raises:
             ValueError: The plan is for another number of ranks, or no candidate for ``mesh`` is
-                known to fit; the message contains the table.
+                known to fit; the message then contains the table.
         """
         if world_size is not None:
             planned = {each.candidate.data_parallel for each in self.outcomes}
@@ -473,7 +475,10 @@ class StrategyPlan:
         return TrainingRun.of(self.setting, self._fitting(), items, price)
 
     def compare(self, machines: Sequence[Machine | str]) -> Comparison:
-        """Plan the job for several machines, given as machines, presets or files of ``calibrate``.
+        """Plan the job for several machines.
+
+        Args:
+            machines: Machines, names of presets, or paths of files written by ``calibrate``.
 
         Raises:
             ValueError: The plan was loaded, or there is no such machine.
@@ -487,10 +492,11 @@ class StrategyPlan:
         batch stays the same if the plan has one; otherwise each rank's batch does.
 
         Args:
-            ranks: Numbers of ranks. Numbers that do not divide the global batch have no row.
+            ranks: Numbers of ranks. Numbers that do not divide the rows of the global batch are
+                left out.
 
         Raises:
-            ValueError: The plan was loaded, or no number divides the global batch.
+            ValueError: The plan was loaded, or no number divides the rows of the global batch.
         """
         rows = []
         total = self.setting.global_batch

@@ -42,8 +42,8 @@ _FORMULAS_ALONE = "the plan was made by formulas only, which do not run the mode
 # Number of tokens in a sequence from which "auto" tries context parallelism.
 _LONG_SEQUENCE = 2**15
 
-# A quick plan stops once this many candidates fit. For most models these are level 3 with each kind
-# of activation checkpointing, and the first candidate of HSDP.
+# A quick plan stops once this many candidates fit. For most models these are level 3 with each of
+# the three ways to handle activations, and the first candidate of HSDP.
 QUICK_FITTING = 4
 
 
@@ -53,23 +53,23 @@ def plan(
     options: PlanOptions | Options | None = None,
     **given: Any,
 ) -> StrategyPlan:
-    """Simulate a step of the model under each strategy and select the fastest that fits. Runs in
-    this process with fake tensors; the machine does not have to be available.
+    """Simulate a step of the model under each strategy and select the fastest that fits. The
+    simulations run in this process with fake tensors, so the machine does not have to be available.
 
     Args:
         build: A function that returns the model, or its name as ``module:function``.
         batch: The inputs of the model on one data-parallel rank (or one group of context-parallel
             ranks), or a function that returns them. With ``microbatch_sizes`` or ``global_batch``
-            the function takes the size, with ``sequences`` also ``sequence=``. See
-            ``fe.simulate``.
+            the function takes the microbatch size as its argument; with ``sequences`` it takes the
+            length as ``sequence=``. See ``fe.simulate``.
         options: A ``PlanOptions`` with all other arguments. None: they are keyword arguments. An
             ``fe.Options`` is instead passed on as the ``options`` argument of ``fe.shard``.
         **given: Fields of ``PlanOptions``, of which ``world_size`` is required, and arguments of
             ``fe.shard`` for all candidates: ``units``, ``mp_policy``, ``options``, ...
 
     Returns:
-        The plan. It is made by formulas, as with ``formulas=True``, if the model depends on the
-        values of tensors (``if x.sum() > 0``); the plan then names the line that reads a value.
+        The plan. If the model depends on values of tensors (``if x.sum() > 0``), the plan is made
+        by formulas, as with ``formulas=True``, and names the line that reads a value.
 
     Raises:
         SimulationError: The model, the loss or the optimizer raised an exception; the message
@@ -89,7 +89,7 @@ def plan(
     return replan()
 
 
-# Options of ``shard`` that may apply to single blocks, by name.
+# Options of ``shard`` that may name single blocks, so that not all blocks are equal.
 _BY_NAME = ("units", "extensions", "expert_mesh")
 
 
@@ -142,7 +142,8 @@ class _Planning:
             job.use_cache(model)
 
     def _all_candidates(self, model: nn.Module, degrees: Sequence[int]) -> list[Candidate]:
-        """Returns the candidates that may fit, with the first batch size for a global batch."""
+        """Returns the candidates that may fit. With a global batch they all have the first
+        microbatch size, since the size is searched later."""
         request, options = self._request, self._options
         every = self._with_long_sequences(request.candidates(degrees, request.pipelines(model)))
         if self._search is not None:
@@ -245,8 +246,13 @@ class _Planning:
         outcomes: list[Outcome],
         outcomes_of: Callable[[Sequence[Candidate]], list[Outcome]],
     ) -> list[Outcome]:
-        """Returns the outcomes. While no candidate fits, adds outcomes of the candidates that might
-        fit with an offload."""
+        """Returns ``outcomes``. While no candidate fits, also returns outcomes of the candidates
+        that might fit with a further offload.
+
+        Args:
+            outcomes: Outcomes of the candidates tried so far.
+            outcomes_of: Computes outcomes of further candidates.
+        """
         kept = list(outcomes)
         for offload in self._options.more_offloads:
             if any(each.fits is not False for each in outcomes):
@@ -268,8 +274,8 @@ class _Planning:
         return [each for each in self._candidates if each.is_data_parallel]
 
     def _estimates(self, tried: Sequence[Candidate]) -> list[Outcome]:
-        """Returns results of formulas. Candidates that differ only in fields that formulas ignore
-        have one result."""
+        """Returns outcomes by formulas. Candidates that differ only in fields that formulas ignore
+        share one outcome."""
         return [
             Outcome.of_estimate(each, self._estimate(each), self._options.limit)
             for each in dict.fromkeys(map(_in_formulas, tried))
@@ -293,9 +299,11 @@ class _Planning:
         )
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates whose weights and optimizer state fit, by formulas, or the first
-        if there are none. A full plan also keeps all purely data-parallel candidates. Tensor and
-        pipeline parallelism divide these bytes by at most their number of ranks."""
+        """Returns the candidates whose weights and optimizer state may fit, by formulas, or the
+        first candidate if there are none. A full plan also keeps all purely data-parallel
+        candidates. Tensor and pipeline parallelism divide these bytes by at most their number of
+        ranks. State of an optimizer other than the default is not counted, since its size is
+        unknown."""
         options = self._options
 
         @functools.cache
@@ -312,8 +320,9 @@ class _Planning:
         ] or tried[:1]
 
     def _without_recomputation(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
-        """Returns the candidates of a quick plan that were not reached and recompute nothing, which
-        are the fastest if they fit. None if no candidate that recomputes nothing fits."""
+        """Returns the candidates without recomputation that a quick plan has not tried, since they
+        are the fastest if they fit. Returns none of them if no tried candidate without
+        recomputation fits."""
         kept = [each for each in outcomes if each.fits and each.candidate.checkpointing is False]
         if not kept:
             return []
@@ -337,7 +346,8 @@ class _Planning:
 
     def _more_levels(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
         """Returns candidates with the degrees of parallelism of the fastest one that fits, at the
-        levels that a quick plan does not try; none if the fastest is purely data-parallel."""
+        levels that a quick plan does not try. Returns no candidates if the fastest one is purely
+        data-parallel."""
         best = sorted_outcomes(outcomes)[0]
         like = best.candidate
         if like.is_data_parallel or best.fits is not True:
@@ -350,7 +360,8 @@ class _Planning:
         return self._allowed([each for each in found if not is_quick(each)])
 
     def _with_long_sequences(self, tried: list[Candidate]) -> list[Candidate]:
-        """Remove candidates with context parallelism whose sequences are too short for "auto"."""
+        """Returns the candidates, for "auto" without those with context parallelism whose sequences
+        are too short or cannot be sharded."""
         if self._options.context_parallel != AUTO:
             return tried
 
@@ -385,10 +396,12 @@ class _Planning:
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
-    """Returns the candidates whose number of batches divides the global batch.
+    """Returns the candidates that can share the global batch equally, and whose schedule accepts a
+    number of microbatches of it.
 
     Raises:
-        ValueError: For a sequence length, no candidate's number of batches divides it.
+        ValueError: For one of the sequence lengths, no candidate can share the global batch
+            equally.
     """
 
     def kind(each: Candidate) -> tuple[int, int, int | None]:
@@ -413,9 +426,10 @@ def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candida
 def _with_offloaded_activations(
     outcomes: Sequence[Outcome], offloads: Iterable[StatePlaces]
 ) -> list[Candidate]:
-    """Returns candidates with activations on the host that may become the fastest that fits. If no
-    candidate fits, they may also need one of ``offloads``. A step with activations on the host is
-    assumed to take at least as long as with activations on the device."""
+    """Returns candidates that may become the fastest that fits if activations are on the host. If
+    no candidate fits so far, the returned ones may also need one of ``offloads``. A step with
+    activations on the host is assumed to take at least as long as one with activations on the
+    device."""
     fitting = [each for each in outcomes if each.fits]
     roles = dict.fromkeys(role for offload in offloads for role in offload.places)
     kinds = [ACTIVATIONS, *(KIND_OF_OFFLOADED[role] for role in roles if not fitting)]
@@ -444,7 +458,8 @@ def _in_formulas(candidate: Candidate) -> Candidate:
 @contextmanager
 def _frozen_objects() -> Iterator[None]:
     """Hide the objects that exist now, mainly of imported libraries, from Python's garbage
-    collector while models are simulated. Visiting them takes a tenth of the time."""
+    collector while models are simulated. Without this, visiting them takes a tenth of the planning
+    time."""
     if gc.get_freeze_count():
         yield  # keep the objects that the caller froze
         return

@@ -1,4 +1,4 @@
-"""Compares modules, to find blocks with equal operations."""
+"""Compares modules, to find blocks that run equal operations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _is_alike(one: Any, other: Any, distance: int | None, seen: set[tuple[int, i
         return bool(one == other)
     if isinstance(one, int):
         return bool(one == other or other - one == distance)
-    if isinstance(one, float):  # probabilities may grow with the depth
+    if isinstance(one, float):  # drop probabilities may grow with the depth
         return bool(one == other or (one != 0) == (other != 0))
     if isinstance(one, list | tuple):
         return len(one) == len(other) and all(map(again, one, other))

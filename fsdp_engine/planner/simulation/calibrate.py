@@ -4,15 +4,16 @@ two gloo ranks.
 All ranks measure at the same time, since all compute at the same time in training; each figure is
 that of the slowest rank. A measurement takes about twenty seconds. ``kernels.py`` times the
 operations of one rank. Links are timed with the engine's own collectives. If other programs use the
-processor, collectives are delayed; their processor time is then used instead of the elapsed time.
+processor, they delay collectives. The processor time of collectives is then used instead of the
+elapsed time.
 
 [Note: Compute time of communication]
 If one processor computes and communicates, the calling thread's part of a collective (issuing,
 copies, sums) always delays compute. The time of the backend's threads delays compute only if these
 threads have no cores of their own: all of it for 2 ranks on 2 cores, none of it on 4 cores. Both
-are processor times, on which other programs have little influence. They are measured without other
-work and concurrently with matrix products, where threads are preempted and data arrives in smaller
-pieces; the longer time is used.
+are processor times, on which other programs have little influence. They are measured twice: without
+other work, and concurrently with matrix products, where threads are preempted and data arrives in
+smaller pieces. The longer time is used.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _DTYPES = {
     "cpu": (torch.float32, torch.bfloat16),
     "cuda": (torch.float32, torch.float16, torch.bfloat16),
 }
-_WITH_FP8 = (8, 9)  # the least compute capability with fp8
+_WITH_FP8 = (8, 9)  # the lowest compute capability with fp8
 
 
 def calibrate(
@@ -71,16 +72,16 @@ def calibrate(
     """Measure this machine.
 
     Under torchrun all ranks must call this function. All return the same machine, with the link
-    within a node, and the link between nodes if there are several. Ranks with GPUs measure the GPUs
-    and NCCL. Without torchrun, two gloo ranks are started on this machine's CPU.
+    within a node, and the link between nodes if there are several nodes. Ranks with GPUs measure
+    the GPUs and NCCL. Without torchrun, two gloo ranks are started on this machine's CPU.
 
     Args:
         threads: Number of threads of each rank on a CPU.
         seconds: Measurement time of each figure.
         verbose: Whether the first rank prints progress to stderr.
         folder: A folder of a local disk to measure. None: the disk remains unknown.
-        compile: Whether to measure kernels of ``torch.compile``. False: they are planned with the
-            rates of other operations.
+        compile: Whether to measure kernels of ``torch.compile``. False: plans use the rates of
+            other operations for them.
 
     Raises:
         RuntimeError: With ``compile``, there is no C++ compiler, or compilation failed.
@@ -269,7 +270,7 @@ class _Meter:
             busy = max(busy, self._beside_compute(gather, large_bytes))
             large = max(large, busy)
         # In an all-gather of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. If
-        # small messages were delayed, still attribute half of a large one's time to its bytes.
+        # small messages were delayed, latency may not exceed half the time of a large message.
         small = min(small, large / 2)
         hops = size - 1
         sent = [num_bytes * hops / size for num_bytes in (large_bytes, _SMALL)]
@@ -335,7 +336,8 @@ class _Meter:
         return self._agree(max(together - alone, 0.0) / _IN_A_ROW)
 
     def _messages(self, num_bytes: int) -> Iterator[Tensor]:
-        """Returns a cycle of tensors whose total size exceeds the caches."""
+        """Returns a cycle of tensors of ``num_bytes``. The total size of large ones exceeds the
+        caches."""
         count = min(max(_CACHES // num_bytes, 2), 64)
         return itertools.cycle(
             [allocator.zeros(num_bytes // 4, torch.float32, self._device) for _ in range(count)]

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 # Builds the module of a stage from its index and the number of stages.
 Stages = Callable[[int, int], nn.Module]
 
-# Types whose decoder embeds tokens, runs `layers` and then `norm`, and also accepts embeddings.
+# Model types whose decoder embeds tokens, runs `layers` and then `norm`, and also accepts
+# embeddings.
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 
 
@@ -19,14 +20,14 @@ class CausalLMStages:
     """Builds the stages of a causal language model of transformers, for ``fe.simulate_pipeline``
     and for training.
 
-    Each stage has an equal share of the decoder's layers; if the number of stages does not divide
-    the layers, earlier stages have one layer less. The first stage also has the embedding, the last
-    one the norm and the head.
+    Each stage has an equal share of the decoder's layers. If the number of stages does not divide
+    the number of layers, some stages have one layer more than others. The first stage also has the
+    embedding, the last one the norm and the head.
 
     ::
 
         stages = fe.CausalLMStages(lambda: LlamaForCausalLM(config))
-        module = stages(rank, num_stages)  # tokens or hidden states to hidden states or logits
+        module = stages(rank, num_stages)  # maps tokens or hidden states to hidden states or logits
 
     Args:
         build: Returns the model, on any device. It is called once per stage.
@@ -83,7 +84,7 @@ def has_stages(model: Any, num_stages: int) -> bool:
 
 
 def with_tp_plan(stage: nn.Module) -> nn.Module:
-    """Returns the module of a stage to which the model's tensor-parallel plan applies."""
+    """Returns the part of a stage's module to which the model's tensor-parallel plan applies."""
     return stage.causal_lm if isinstance(stage, CausalLMStage) else stage
 
 

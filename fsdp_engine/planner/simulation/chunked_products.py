@@ -7,8 +7,8 @@ With ``torch._inductor.config._micro_pipeline_tp`` inductor replaces two pattern
 its result, and a product and the reduce-scatter of its result. Simulations run the same pass of
 torch. Such an operation has a chunk for each rank (``torch/distributed/_symmetric_memory``): a
 gathered chunk is copied while the previous chunk is multiplied, and a chunk of a result is sent
-while the next one is computed. Of n ranks, the first chunk of a gathered product needs no
-communication, and the last chunk of a reduced product is the rank's own. So an operation takes
+while the next one is computed. The first chunk of a gathered product and the last chunk of a
+reduced product are the rank's own and need no communication. So on n ranks an operation takes
 
     max(product, message + product / n)
 
@@ -88,7 +88,8 @@ class ChunkedProduct:
 
 
 def chunk_products(graph: GraphModule) -> None:
-    """Replace products and collectives in a graph of aten operations, if inductor would do so."""
+    """Replace products and collectives in a graph of aten operations by chunked products, if
+    inductor would do so; see [Note: Chunked products]."""
     from torch._inductor import config
 
     if not config._micro_pipeline_tp:
@@ -100,7 +101,7 @@ def chunk_products(graph: GraphModule) -> None:
     with patch("torch.distributed.is_nccl_available", lambda: True):  # simulated devices have NCCL
         micro_pipeline_tp_pass(graph.graph)
     for node in list(graph.graph.nodes):
-        if _LAYOUT in str(node.target):  # the previous kernel writes in this stride order
+        if _LAYOUT in str(node.target):  # no copy: the previous kernel writes in this stride order
             node.replace_all_uses_with(node.args[0])
             graph.graph.erase_node(node)
         elif node.op == "call_function" and "val" not in node.meta:
@@ -130,12 +131,12 @@ def _value(node: Node) -> Any:
 
 @contextmanager
 def simulated_symmetric_memory() -> Iterator[None]:
-    """Let programs enable symmetric memory for simulated groups in this context. At its end the
-    names of the groups are forgotten, since later groups may have the same names."""
+    """Let programs enable symmetric memory for simulated groups in this context. At the end of the
+    context the names of the groups are removed, since later groups may have the same names."""
     import torch.distributed._symmetric_memory as symmetric
 
     class Registered:
-        """Replaces torch's binding, which stores groups for the life of the process."""
+        """Replacement for torch's binding, which stores groups for the life of the process."""
 
         @staticmethod
         def set_group_info(*args: Any) -> None:

@@ -6,23 +6,24 @@ call. The *device's* clock is the clock of its lanes: an operation on a lane sta
 has issued it, previous operations on the lane are complete, and the tickets that it depends on are
 reached. Waiting for a ticket takes no time by itself; it delays the next operation on the lane.
 Casts and sums on other lanes are kernels of the same device and need the memory and processors of
-compute, so they delay compute by their time. (On an H200 steps of compiled blocks take as long as
-all kernels of all streams together, to 1 %; on an H100 4 % less.)
+compute, so they delay compute by their time. (On an H200 the time of a step of compiled blocks is
+the sum of the times of all kernels of all streams, within 1 %; on an H100 it is 4 % less.)
 *Exposed* time is measured on the device's clock: from the time at which compute could have started
 without the wait (issued, and the lane idle) to the time at which it starts.
 
 On a machine where the host computes, both clocks are the same. Lanes are then FIFOs like those of
 ``HostLane``: an operation starts at its submission if its dependencies are complete, otherwise at
 the next submission or wait on its lane, and waiting for it blocks the host. The host runs the part
-after its communication (sums, casts) when it waits for the operation; scratch memory is held until
-then. Memory therefore does not depend on the duration of communication.
+of an operation after its communication (sums, casts) when it waits for the operation; scratch
+memory is held until then. Memory therefore does not depend on the duration of communication.
 
 Copies of offloaded state and activations run on lanes of their own; copies of main weights for
 gathers run on the lane that encodes them. All share the link to the host or to the disk
-(``copies.py``). If the host of a device computes on offloaded state, this uses the bandwidth of its
-memory and the time of its own clock, and is a row of the timeline ("host work").
+(``copies.py``). If the host of a device computes on offloaded state, the computation uses the
+bandwidth of host memory, advances the host's clock, and has a row in the timeline ("host work").
 
-Optimizer steps beside forward run on a lane of their own, at the rate that they would have alone.
+Optimizer steps that overlap with forward run on a lane of their own, at the rate that they would
+have alone.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Span:
 
 @dataclass(frozen=True)
 class Exposed:
-    """A wait of compute for communication, or for copies of offloaded state or activations.
+    """A wait of compute for communication, for another stage of a pipeline, or for copies of
+    offloaded state or activations.
 
     Attributes:
         unit: The unit whose communication compute waited for; for activations, the block.
@@ -148,7 +150,8 @@ class SimulatedTicket:
         self._steps: lanes.Steps | None = None  # the part after the communication
         self.moment = moment
         self.number = -1  # index on a tape
-        # Whether the host has waited for it, or it had no communication; as in HostTicket.
+        # As in HostTicket: whether the operation has no communication, or the host has waited for
+        # it.
         self.done = False
 
     @property
@@ -165,14 +168,14 @@ class SimulatedTicket:
             self.done = self._steps is None
 
     def finish(self) -> None:
-        """Run the part after the communication. The host has waited for the communication."""
+        """Run the part of the operation after its communication, for which the host has waited."""
         self.done = True
         if self._steps is not None:
             steps, self._steps = self._steps, None
             self._clock.run_rest(self._lane, steps)
 
     def begin_in_turn(self) -> None:
-        """Start all operations on its lane up to this one."""
+        """Start all operations on the ticket's lane up to and including this one."""
         self._lane.begin_through(self)
 
 
@@ -315,9 +318,16 @@ class Mark:
 
 @dataclass
 class _Work:
-    """The running operation: the seconds so far of its communication, of its computation, and of
-    the delay of compute; the host's time after computation on the host of a device; and its copies
-    of offloaded state, each with the operation's seconds before it."""
+    """The operation that runs on a lane.
+
+    Attributes:
+        lane: The lane.
+        sending, computed: Seconds of communication and of computation so far.
+        stolen: Seconds by which communication delays compute so far.
+        hosted: The host's time after its computation, if the host of a device computed.
+        copies: Copies of offloaded state or activations: place, direction, bytes, and the seconds
+            of the operation before the copy.
+    """
 
     lane: SimulatedLane
     sending: float = 0.0
@@ -347,7 +357,8 @@ class Clock:
             that they take at the machine's peak.
         entered: Lanes that run operations instead of compute, the innermost last.
         every_lane: Lanes in the order in which they were made.
-        memory_changed: Called when the engine has allocated or freed memory.
+        memory_changed: A function that the clock calls when the engine has allocated or freed
+            memory.
         module: Returns the name of the module whose operation runs.
     """
 
@@ -659,7 +670,8 @@ class Clock:
         return steps
 
     def run_rest(self, lane: SimulatedLane, steps: lanes.Steps) -> None:
-        """Run the rest of an operation on ``lane`` on the host, and wait for its communication."""
+        """Run the rest of an operation of ``lane`` on the host. If the rest communicates, also wait
+        for this communication."""
         has_more = True
         while has_more:
             with self._at_work(lane) as work:
@@ -683,7 +695,7 @@ class Clock:
             self._awaited, self._awaited_in = ticket, self.phase
 
     def block(self, ticket: SimulatedTicket) -> None:
-        """Make the host wait for ``ticket``, if the host computes."""
+        """Make the host wait for ``ticket``, on a machine where the host computes."""
         ticket.begin_in_turn()
         self._note_exposed(ticket.moment, self.host, self.phase)
         self.host = self._compute.free = max(self.host, ticket.time)
@@ -757,5 +769,6 @@ def _issue(steps: lanes.Steps) -> bool:
 
 def axis_of(lane: str) -> str:
     """Returns the axis of the communication on ``lane``, such as "inner" or "tensor", or the kind
-    of its copies, "state" or "activations". Encodings are on "inner"."""
+    of its copies, "state" or "activations". The lane that encodes weights for gathers counts as
+    "inner"."""
     return "inner" if lane == lanes.COPY_IN else lane.split()[0]

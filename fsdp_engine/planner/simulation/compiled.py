@@ -1,10 +1,10 @@
 """Simulates code that ``torch.compile`` compiles with inductor.
 
-Dynamo traces the code. Inductor's compiler decomposes its operations and partitions forward and
-backward. Both work on fake tensors. Instead of lowering a graph to kernels, a simulation makes a
-:class:`_CompiledGraph` of it, which runs the kernels that ``fusion.py`` finds: it allocates the
-results that are kept in memory, and advances the clock. The tensors saved for backward are those
-that the partitioner selects.
+Dynamo traces the code. Inductor's compiler decomposes the traced operations, and partitions them
+into forward and backward. Both work on fake tensors. Instead of lowering a graph to kernels, a
+simulation makes a :class:`_CompiledGraph` of it. This class runs the kernels that ``fusion.py``
+finds: it allocates the results that are kept in memory, and advances the clock. The tensors saved
+for backward are those that the partitioner selects.
 
 Dynamo stores compiled code with the code objects that it has traced. When the last simulation ends,
 the code that simulations compiled is removed, so that compiling for training starts afresh.
@@ -74,7 +74,7 @@ _KEEPS_STATES = "functionalize_rng_ops"
 _HOOKS_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
 _has_rules = False  # whether a simulation has made Dynamo's rules
-_running = 0  # number of running simulations, or plans of several
+_running = 0  # number of running simulations and of running plans
 _codes_before: list[Any] = []
 _graphs_before = 0  # number of graphs that Dynamo had traced at the last call of free_traces
 
@@ -103,8 +103,8 @@ def simulated_compiler() -> Iterator[None]:
 
 def free_traces() -> None:
     """Free the graphs that Dynamo has traced since the last call. Their objects are in reference
-    cycles, and refer to arguments of the traced call, whose memory the collector would free at any
-    time."""
+    cycles, and refer to arguments of the traced calls. Otherwise the garbage collector would free
+    the memory of these arguments at an arbitrary time."""
     global _graphs_before
     utilities = sys.modules.get("torch._dynamo.utils")
     graphs = 0 if utilities is None else utilities.counters["stats"]["unique_graphs"]
@@ -115,9 +115,9 @@ def free_traces() -> None:
 
 @contextmanager
 def kept_rules() -> Iterator[None]:
-    """Keep Dynamo's rules of torch's functions when ``init_process_group`` is called in this
-    context, once a simulation has made them. Making them takes a tenth of the time of a small
-    simulation. torch clears them because they may have been made while torch was imported."""
+    """Keep Dynamo's rules for torch's functions when ``init_process_group`` is called in this
+    context, if an earlier simulation has made them. Making them takes a tenth of the time of a
+    small simulation. torch clears them because they may have been made while torch was imported."""
     if not _has_rules:
         yield
         return
@@ -133,7 +133,7 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
 
     Args:
         model, names: The model and the module names of the simulation.
-        on_device: Whether a device computes. Then states of random numbers are not results of
+        on_device: Whether a device computes. States of random numbers are then not results of
             graphs.
     """
     global _has_rules
@@ -167,9 +167,10 @@ def compiled_modules(model: nn.Module, names: ModuleNames, *, on_device: bool) -
 def _without_states(
     joint: GraphModule, forward: GraphModule, backward: GraphModule, num_sym_nodes: int
 ) -> tuple[GraphModule, GraphModule]:
-    """Returns the parts of a joint graph without states of random numbers, which a device's
-    generator keeps. The states of a CPU's generator, which fake tensors use, are results of
-    forward. In torch 2.13 they follow the meshes of DTensors, which must be the last results."""
+    """Returns the forward and backward graphs unchanged, without states of random numbers among the
+    results of forward. A device's generator keeps these states. torch would add the states of the
+    CPU's generator, since fake tensors are on the CPU; torch 2.13 adds them after the meshes of
+    DTensors, which must be the last results."""
     del joint, num_sym_nodes
     return forward, backward
 
@@ -218,7 +219,7 @@ def _compile(backend: Any, model: Any, inputs: Any, **options: Any) -> Any:
 
 
 def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-    """Returns a function that simulates a graph. Replaces inductor's compilation of one graph."""
+    """Returns a function that simulates a graph, instead of inductor's compilation of the graph."""
     from torch._inductor import config
     from torch._inductor.utils import get_donated_idxs
 

@@ -2,17 +2,17 @@
 
 Copies in one direction run one after the other, as on a device's copy engine or in a thread of a
 disk. While both directions are busy, each runs at its own rate times ``both / (into + out)``, if
-this factor is less than 1. Work of the host accesses the same host memory as the copies: while both
-run, all their rates are multiplied by ``host_rate / (sum of the rates)``.
+this factor is less than 1. Work of the host accesses the same host memory as the copies: while work
+and copies run, all their rates are multiplied by ``host_rate / (sum of the rates)``.
 
 A copy is added when the simulated host submits it. Copies that run at the same time may be added
 earlier or later, so a later copy moves the ends of earlier ones that overlap with it. Operations
 that were already simulated to start at an earlier end do not move. In the optimizer step there are
 no such operations: compute waits for a chunk's copies only after all overlapping copies have been
-submitted. In backward there are, if the copy for a gather takes longer than the compute of the unit
-before it: the copy of that unit's gradients is submitted later and lengthens the first copy, so the
-gather was simulated to start too early by up to this delay. Such errors do not add up, since the
-next copy in the same direction starts at the corrected end.
+submitted. In backward there are such operations if the copy for a gather takes longer than the
+compute of the unit before it: the copy of that unit's gradients is submitted later and lengthens
+the copy for the gather, so the gather was simulated to start too early by up to this delay. Such
+errors do not add up, since the next copy in the same direction starts at the corrected end.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 
 class Direction(Enum):
-    """The direction of a copy: ``INTO`` the memory where state is used, or ``OUT`` of it; or
-    ``WORK`` of the host in its own memory."""
+    """The direction of a copy, ``INTO`` the memory where state is used or ``OUT`` of it. ``WORK``
+    is no copy, but work of the host in its own memory."""
 
     INTO = "into"
     OUT = "out"
@@ -39,9 +39,9 @@ class Copy:
     """One copy, or one piece of the host's work.
 
     Attributes:
-        ready: The earliest time at which it may start.
+        ready: The earliest time at which the copy may start.
         num_bytes: Number of bytes to copy.
-        start, end: Start and end times, as far as overlapping copies are known.
+        start, end: Start and end times, given the overlapping copies that have been added so far.
     """
 
     ready: float
@@ -53,13 +53,14 @@ class Copy:
     _left: float = field(default=0.0, repr=False)
 
     def begin(self, free: float) -> None:
-        """Start the copy when it is ready and its direction is ``free``."""
+        """Start the copy when it is ready, but not before ``free``, the time at which the previous
+        copy in its direction ends."""
         self.start = max(self.ready, free)
         self._left = self.num_bytes
         self._rates = []
 
     def return_to(self, time: float) -> None:
-        """Discard the transfers after ``time``."""
+        """Discard the transfers after ``time``, so that they can be computed again."""
         self._rates = [each for each in self._rates if each[0] < time]
         self._left = self.num_bytes
         end = time
@@ -113,7 +114,8 @@ class CopyQueues:
         return copy
 
     def forget(self, time: float) -> None:
-        """Clear the queues if all copies have ended at ``time``. No copy may start before it."""
+        """Clear the queues if all copies have ended at ``time``. Copies that are added later must
+        not start before ``time``."""
         if all(queue[-1].end <= time for queue in self._queues.values() if queue):
             for queue in self._queues.values():
                 queue.clear()

@@ -1,16 +1,17 @@
 """Functions that are one kernel on devices and several kernels on the CPU.
 
-Fake tensors use the CPU's kernels. If these differ from a device's kernels, autograd would save the
-tensors of a CPU, and the simulation would count the bytes that a CPU accesses:
+Fake tensors use the CPU's kernels. Where these differ from a device's kernels, autograd would save
+the tensors that a CPU saves, and the simulation would count the bytes that a CPU accesses:
 
-    attention with dropout   the CPU keeps the scores of all heads; devices draw them again
+    attention with dropout   the CPU keeps the scores of all heads; devices compute them again
     dropout                  the CPU keeps a mask of the input's dtype; devices keep one of bytes
-    rms_norm                 the CPU has functions in fp32 that keep their inputs; devices keep the
-                             input and a number for each row, like ``layer_norm``, which replaces it
-                             (it keeps two, on the CPU in the input's dtype)
+    rms_norm                 the CPU runs several functions in fp32, which keep their inputs;
+                             devices keep the input and one number for each row. The simulation
+                             runs ``layer_norm`` instead, which keeps two numbers for each row (on
+                             the CPU in the input's dtype)
 
-On the CPU ``flex_attention`` has no backward and does not return the largest scores. It checks for
-this itself; the checks are skipped for fake tensors.
+On the CPU ``flex_attention`` has no backward and does not return the largest scores. It checks that
+neither is requested; simulations of devices skip these checks.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from torch.nn.attention import flex_attention as flex
 @contextmanager
 def device_kernels() -> Iterator[None]:
     """Use the kernels of devices for fake tensors in this context. The functions are replaced in
-    their modules. A torch function mode would not see calls from inside other functions, such as
-    the calls of a checkpointed forward in backward."""
+    their modules, since a torch function mode would not see all calls, for example those of a
+    checkpointed forward in backward."""
     options = getattr(*_FLEX_OPTIONS)
     checks = {_FLEX_DEVICE: _any_device, _FLEX_OPTIONS: _with_largest_scores(options)}
     stand_ins = {place: for_fake_tensors(place, each) for place, each in _STAND_INS.items()}
@@ -42,7 +43,7 @@ def device_kernels() -> Iterator[None]:
 @contextmanager
 def torch_s_kernels() -> Iterator[None]:
     """Undo :func:`device_kernels` in this context, for code that Dynamo traces. Compilers fuse
-    these functions in any case."""
+    these functions on the CPU, too."""
     with replaced({place: getattr(now, "__wrapped__", now) for place, now in _found().items()}):
         yield
 
@@ -95,7 +96,8 @@ def _attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Call attention without dropout: with dropout, a kernel saves only the generator's state."""
+    """Call attention without dropout, since a device's kernel saves only the generator's state for
+    dropout."""
     return function(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
 
@@ -125,13 +127,14 @@ def _rms_norm(
 
 
 def _any_device(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Replaces the check that attention on the CPU has no backward. Dynamo traces it."""
+    """Accept any device, instead of the check that refuses a backward on the CPU. Dynamo traces
+    this function."""
     del query, key, value
 
 
 def _with_largest_scores(options: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``options``, which makes kernel options, without its check that the CPU does not
-    return the largest scores. Dynamo traces it."""
+    """Returns ``options``, torch's function that makes kernel options, without its check that
+    refuses the largest scores on the CPU. Dynamo traces the returned function."""
 
     def call(
         query: Tensor,

@@ -9,9 +9,9 @@ scores that the mask does not skip.
 A kernel computes each block of queries and keys (128 x 128 by default) with at least one pair that
 the mask allows. Tensors of the ``BlockMask`` store which blocks these are. If the mask was made
 outside of the simulation, these tensors have values, and the blocks are counted. Otherwise the
-mask's function is used, which is an argument of the operation, as a graph. It runs with indices of
-queries and keys that have values: all indices for short sequences, otherwise a selection of each
-block's indices, including its corners, that makes ``_MOST_PAIRS`` pairs.
+mask's function is used, which is an argument of the operation, as a graph. It runs with real
+indices of queries and keys: with all indices for short sequences, otherwise with some indices of
+each block, including the block's corners, so that there are about ``_MOST_PAIRS`` pairs.
 
 The function may also read tensors without values, such as the document of each token. An expression
 of such tensors may be true or false; it counts as true, and so does its negation, so that the
@@ -79,8 +79,8 @@ class FlexKernel:
 
     @property
     def shape(self) -> Attention:
-        """The shape, with the mean number of keys that are computed for a query. The fraction of a
-        kernel's time that its loops take depends on this number."""
+        """The shape, with the mean number of keys that are computed for a query. The rate of the
+        kernel depends on this number; see ``attention_length`` of ``Processor``."""
         num_keys = max(round(self.computed_share * self.key.shape[-2]), 1)
         sizes = self.query.shape[-2], num_keys
         return Attention(*sizes, False, self.is_backward, self.query.shape[-1], is_flex=True)
@@ -177,7 +177,8 @@ def _spread(size: int, most: int) -> list[int]:
 
 
 def _indices(length: int, block: int, side: int) -> Tensor:
-    """Returns indices of each block, from its first to its last: at least two, at most all."""
+    """Returns ``side`` evenly spaced indices of each block, including its first and last one; at
+    least two, and at most all indices of a block."""
     block = min(block, length)
     count = min(max(side, 2), block)
     offsets = torch.linspace(0, block - 1, count, device=_CPU).round().long()

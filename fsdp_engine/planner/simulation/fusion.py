@@ -16,8 +16,8 @@ kernels read and that was computed from few others is not kept in memory: these 
 again. The limit on the number of its reads is inductor's ``realize_reads_threshold``.
 
 Of several possible orders, the kernels run in the one that takes the least memory. A result is
-written in place of memory of its size that nothing reads later, if no other result of the kernel is
-computed from this memory, except results that this one is computed from.
+written in place of memory of its size that no later kernel reads. In this case no other result of
+the kernel may be computed from this memory, except results that the first one is computed from.
 """
 
 from __future__ import annotations
@@ -381,7 +381,8 @@ class _Fusion:
 
 
 def source_of(memory: Node) -> Node:
-    """Returns the operation that allocated a memory node, which may be one of its results."""
+    """Returns the operation that allocated the memory of a node. This is another node if ``memory``
+    is one of several results of the operation."""
     return memory.all_input_nodes[0] if name_of(memory) == "getitem" else memory
 
 
@@ -402,7 +403,7 @@ def last_reads(kernels: Sequence[Kernel], returned: set[Node]) -> list[list[Node
 
 
 def reused_by(kernel: Kernel, freed: Iterable[Node], reusable: set[Node]) -> list[Node]:
-    """Returns the part of the freed memory in whose place a fused kernel writes."""
+    """Returns the nodes of ``freed`` whose memory the results of a fused kernel overwrite."""
     left = [node for node in freed if node.op != "placeholder" or node in reusable]
     found = []
     for replaced in kernel.replaced.values():
@@ -414,7 +415,8 @@ def reused_by(kernel: Kernel, freed: Iterable[Node], reusable: set[Node]) -> lis
 
 
 def peak_bytes(kernels: Sequence[Kernel], returned: set[Node], reusable: set[Node]) -> int:
-    """Returns the peak memory of kernels' results, and of inputs that may be freed."""
+    """Returns the peak memory of kernels' results, relative to the memory before the first kernel.
+    Inputs in ``reusable`` are subtracted once they are freed."""
     held = peak = 0
     for kernel, freed in zip(kernels, last_reads(kernels, returned), strict=True):
         early = set(reused_by(kernel, freed, reusable))
@@ -434,7 +436,8 @@ def _is_constant(node: Node) -> bool:
 
 
 def _is_large(memory: Node, node: Node) -> bool:
-    """Returns whether a memory has at least as many elements as the iterations of a node."""
+    """Returns whether the result ``memory`` has at least as many elements as ``node`` iterates
+    over."""
     value = value_of(memory)
     return isinstance(value, Tensor) and value.numel() >= _iterations(node)[0]
 

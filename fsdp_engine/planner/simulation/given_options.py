@@ -29,11 +29,12 @@ class GivenOptions:
 
         Args:
             options: An object of this class. None: use the keyword arguments. An ``fe.Options`` is
-                one of the keyword arguments, the ``options`` of ``fe.shard``.
+                added to the keyword arguments, as ``options`` of ``fe.shard``.
             given: Keyword arguments. Names that are not fields are arguments of ``fe.shard``.
 
         Raises:
-            TypeError: Both are given, ``options`` has a wrong type, or a required one is missing.
+            TypeError: An object and keyword arguments are given, ``options`` has a wrong type, or a
+                required field is missing.
         """
         from fsdp_engine.kernel_interface import Options, checked_arguments
 

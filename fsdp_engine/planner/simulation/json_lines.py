@@ -11,7 +11,7 @@ Place = tuple[str, ...]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
-# Fields of more deeply nested objects have no recorded lines.
+# Largest depth of fields whose lines are recorded.
 _DEPTH = 20
 
 

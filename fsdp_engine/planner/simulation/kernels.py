@@ -34,7 +34,8 @@ class Kernels:
 
     Args:
         device: The device.
-        turns: Number of threads of all ranks per core, at least 1.
+        turns: Number of threads of all ranks per core, at least 1. Threads that share a core
+            compute in turns.
         seconds: Measurement time of each kernel.
         agree: Combines the ranks' values, for example by the maximum.
     """
@@ -63,8 +64,8 @@ class Kernels:
         return self._flops() / self._time(partial(product, *self._operands(dtype)))
 
     def memory_bandwidth(self) -> float:
-        """Returns the bytes per second of copies of cold tensors. On a device, measures sums of two
-        tensors, which are more frequent there than copies and slower."""
+        """Returns the bytes per second of copies of cold tensors. On a device, sums of two tensors
+        are measured instead, since they are more frequent there than copies, and slower."""
         count, action = (2, _copy) if self._on_host else (3, _sum)
         seconds = self._time(
             partial(_with_next, action, self._cold(partial(self._matrices, count)))
@@ -89,8 +90,8 @@ class Kernels:
         return min(max(hidden / min(computing, moving), 0.0), 1.0)
 
     def attention(self, flops: float, dtype: torch.dtype) -> dict[str, float]:
-        """Returns the figures of attention in :class:`Processor`, by name. Measures short and long
-        sequences, their backward, and causal attention on long sequences.
+        """Returns the figures of attention in :class:`Processor`, by name, measured with forward
+        and backward on short and long sequences, and with causal attention on long sequences.
 
         Args:
             flops: Floating-point operations per second of products.
@@ -159,8 +160,9 @@ class Kernels:
 
     def fused(self, bandwidth: float) -> dict[str, Any]:
         """Returns the figures of :class:`Processor` for kernels that ``torch.compile`` fuses, by
-        name, with cold tensors: the rate of a product and sum and of a norm, and the seconds of
-        functions as in :meth:`function_seconds`.
+        name, measured with cold tensors: the mean rate of a norm and of a product with a sum, as a
+        fraction of ``bandwidth``; and on a host the seconds of functions as in
+        :meth:`function_seconds`.
 
         Args:
             bandwidth: Bytes per second of the memory.
@@ -246,8 +248,8 @@ class Kernels:
         return seconds
 
     def crowd(self) -> float:
-        """Returns the fraction of a CPU's time that other programs used during products; 0 on a
-        device."""
+        """Returns the fraction of a CPU's time in which this thread could not compute products,
+        since other programs or other ranks used the CPU; 0 on a device."""
         if not self._on_host:
             return 0.0
         operands = self._operands(torch.float32)
@@ -263,13 +265,14 @@ class Kernels:
         """Measure all figures of the processor.
 
         Args:
-            dtypes: The dtypes of products; attention is timed in the last one.
+            dtypes: The dtypes of products. On a device, attention is timed in the last one.
             memory_bytes: Memory of the rank.
             compiled: Whether to measure the figures of fused kernels, too.
         """
         flops = {dtype: self.matrix_flops(dtype) for dtype in dtypes}
         bandwidth = self.memory_bandwidth()
-        # fp32 on a CPU: its attention kernels do not use matrix units for narrower dtypes.
+        # On a CPU attention is timed in fp32, since its attention kernels do not use matrix units
+        # for narrower dtypes.
         dtype = torch.float32 if self._on_host else dtypes[-1]
         return Processor(
             flops,

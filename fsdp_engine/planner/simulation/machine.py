@@ -1,13 +1,13 @@
 """The machine model of simulations, which consists of a few figures.
 
-The presets and their sources are in ``machines.toml``. The fraction of a peak that programs achieve
-is a separate figure. For a machine that ``calibrate.py`` measured, the fractions are 1.
+The presets and their sources are in ``machines.toml``. The fraction of a peak rate that programs
+achieve is a separate figure, which is 1 for a machine that ``calibrate.py`` measured.
 
 [Note: Rings over nodes]
 NCCL runs a collective over several rings at once. Each ring enters and leaves a node once, through
-a port of its own; there are as many rings as the group has ranks in the node. A ring collective
-over m nodes is therefore bounded by the sum of a node's ports, or by one rank's link within a node
-if that is slower:
+a port of its own; there are as many rings as the group has ranks in the node. A ring collective of
+n ranks in m nodes is therefore bounded by the sum of a node's ports, or by one rank's link within a
+node if that is slower:
 
     seconds = bytes that a rank sends / min(within, ranks in a node x between)
               + (n - m) hops within a node + (m - 1) hops between nodes
@@ -120,12 +120,12 @@ class TwoWayLink:
         fields.check_figures(self, [] if mistake is None else [f"both: {mistake}"])
 
     def within(self, bandwidth: float) -> TwoWayLink:
-        """Returns the link if its end provides only ``bandwidth`` bytes per second."""
+        """Returns this link to a memory that provides only ``bandwidth`` bytes per second."""
         into, out = min(self.into, bandwidth), min(self.out, bandwidth)
         return TwoWayLink(into, out, min(self.both, bandwidth, into + out), self.latency)
 
     def through(self, other: TwoWayLink) -> TwoWayLink:
-        """Returns the link of copies that pass this link and ``other``, in overlapping pieces."""
+        """Returns the link of copies that cross this link and ``other``, in overlapping pieces."""
         into, out = min(self.into, other.into), min(self.out, other.out)
         both = min(self.both, other.both, into + out)
         return TwoWayLink(into, out, both, self.latency)
@@ -146,10 +146,10 @@ class Attention:
 
     Attributes:
         num_queries, num_keys: Lengths of the sequences.
-        is_causal: No query attends to later keys.
-        is_backward: The operation is the backward of attention.
+        is_causal: Whether no query attends to later keys.
+        is_backward: Whether the operation is the backward of attention.
         head_size: Number of elements of a head. None: at least 128.
-        is_flex: The operation is a kernel of ``flex_attention``.
+        is_flex: Whether the operation is a kernel of ``flex_attention``.
     """
 
     num_queries: int
@@ -195,7 +195,8 @@ class Processor:
         causal_block: Number of queries of a block in causal attention, which skips masked keys in
             blocks: a block computes all keys up to its end. None: all keys are computed.
         attention_head: The rate with heads of n elements, fewer than 128, is proportional to
-            n / (n + ``attention_head``). Larger heads have the rate of 128, which the shares state.
+            n / (n + ``attention_head``). ``attention_share`` and ``attention_backward_share`` are
+            the rates with heads of 128 elements or more.
         function_seconds: Seconds per element of a function such as gelu, softmax or a norm, in
             addition to memory access. 0 if enough processors hide this time.
         irregular_seconds: Seconds per element of operations that do not stream through memory, in
@@ -340,14 +341,14 @@ class Machine:
             the node's port.
         ranks_per_node: Number of consecutive ranks that share a node.
         host_seconds: Host time per operation.
-        host_runs_ahead: The host issues work to a device asynchronously. False: the host computes
-            itself, and its time is the compute lane's time.
+        host_runs_ahead: Whether the host issues work to a device asynchronously. False: the host
+            computes itself, and its time is the compute lane's time.
         host_link: The link between one rank's device and its pinned host memory. None: unknown.
         disk: One rank's share of its node's local disks. None: unknown.
         host_memory_bandwidth: Bytes per second of a node's host memory, reads and writes together.
-            The node's ranks share it for copies and for computation on offloaded state. None: it
-            does not limit copies (or ``host_link`` was measured while all ranks copied), and
-            computation on offloaded state cannot be simulated.
+            The node's ranks share it for copies and for computation on offloaded state. None: host
+            memory does not limit copies (for example because ``host_link`` was measured while all
+            ranks copied), and computation on offloaded state cannot be simulated.
 
     Raises:
         ValueError: A figure is out of range.
@@ -376,8 +377,8 @@ class Machine:
         fields.check_figures(self, mistakes)
 
     def link(self, num_ranks: int, stride: int) -> Link:
-        """Returns the effective link of a ring collective over ``num_ranks`` ranks with a stride of
-        ``stride``; see [Note: Rings over nodes]."""
+        """Returns the effective link of a ring collective over ``num_ranks`` ranks, where
+        ``stride`` is the difference of successive ranks; see [Note: Rings over nodes]."""
         fewest, num_nodes = _in_nodes(num_ranks, stride, self.ranks_per_node)
         within, between = self.within_node, self.between_nodes
         if num_nodes == 1:

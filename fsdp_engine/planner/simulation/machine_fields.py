@@ -181,7 +181,7 @@ def flag(unit: str, example: str, default: bool) -> Any:
 
 
 def part(kind: type, default: Any = MISSING) -> Any:
-    """Returns a field for a part of a machine, of a class that has figures."""
+    """Returns a field for a part of a machine: an object of class ``kind``, which has figures."""
     return dataclasses.field(default=default, metadata={_PART: kind})
 
 

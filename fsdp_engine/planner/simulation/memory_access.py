@@ -6,9 +6,9 @@ On a GPU, kernels that read equal tensors element by element nearly reach the me
 Other kernels take additional time per element: pointwise operations whose operands have different
 strides (rows that are broadcast, transposed heads) or dtypes, concatenations, norms, softmax,
 dropout, sums. ``benchmarks/gpu_kernels.py`` measured them on an H100 and an H200: the additional
-time is 1.0 to 2.2 ps per element. Some kernels take a multiple of it, for example four times if the
-rows of one tensor are the columns of another. Casts to a narrower dtype have a fast kernel. A
-factor that is a tensor of one element counts as broadcast.
+time is 1.0 to 2.2 ps per element. Some kernels take a multiple of this time, for example four times
+as much if the rows of one tensor are the columns of another. Casts to a narrower dtype have a fast
+kernel. A factor that is a tensor of one element counts as broadcast.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def num_bytes_of(tensor: Tensor) -> int:
 
 
 def accessed_bytes(func: Any, args: Any, kwargs: Any, out: Any) -> int | None:
-    """Returns the bytes that an operation reads and writes; None if it only takes host time."""
+    """Returns the bytes that an operation reads and writes: those of all arguments, and those of
+    all results. Results include arguments that are changed in place. None: the operation only takes
+    host time."""
     name = func._overloadpacket.__name__
     if func.is_view or name in _NOTHING:
         return None
@@ -73,8 +75,8 @@ def _written_bytes(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def irregular_elements(func: Any, args: Any, out: Any) -> float:
-    """Returns the elements that a kernel does not access as a stream, times their multiple; see
-    [Note: Irregular elements]."""
+    """Returns the number of elements that a kernel does not access as a stream, times the kernel's
+    multiple of the time per element; see [Note: Irregular elements]."""
     name = func._overloadpacket.__name__
     if name in _IRREGULAR:
         return _IRREGULAR[name] * max(each.numel() for each in tensors_of((args, out)))
@@ -120,6 +122,6 @@ def scratch_bytes(func: Any, args: Any, out: Any) -> int:
     return int(max(min(_MULTIPROCESSORS * 2**20, 8 * numel), numel // 2))
 
 
-# The largest number of all presets: a B200 has 148, an H100 132.
+# The largest number of multiprocessors of all presets: a B200 has 148, an H100 132.
 _MULTIPROCESSORS = 148
 _FEWEST_ROWS = 256

@@ -1,4 +1,4 @@
-"""Tracks simulated memory: the engine's by its ledger, other memory by the storages of tensors.
+"""Tracks simulated memory: the engine's memory by its ledger, other memory by tensors' storages.
 
 Every storage that an operation returns is tracked until it is freed, and has a kind:
 
@@ -160,8 +160,8 @@ class MemoryTracker:
         return set(self._sizes)
 
     def settle(self, kind: str, but: Collection[int] = ()) -> None:
-        """Assign a kind to all storages without one, except for keys in ``but``, the result of an
-        earlier call of :meth:`known`."""
+        """Assign a kind to all storages that still count as activations, except for keys in
+        ``but``, the result of an earlier call of :meth:`known`."""
         for key, size in self._sizes.items():
             if self._kinds[key] == _NEW and key not in but:
                 self._kinds[key] = kind
@@ -183,7 +183,8 @@ class MemoryTracker:
         """
         self._newest = set()
         now = self._booked()
-        # Weights that were added to the ledger since then were allocated by operations.
+        # Weights that were added to the ledger since `watch` were allocated by operations, and must
+        # not be counted twice.
         now[_NEW] -= now["weights"] - self._booked_before
         for kind, size in self._made.items():
             now[kind] += size
@@ -227,7 +228,8 @@ _LINE = 16  # numbers of fp32 in 64 bytes
 
 def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
     """Returns the result ``out`` of a fake operation ``func(*args)`` as the kernel would return it:
-    with its workspace, with the dtype of its statistics, or over memory of its size."""
+    an LSTM's with its workspace, a norm's with the dtype of its statistics, and a loss's over
+    memory for the loss of each element; see [Note: Workspaces]."""
     if func in _NORMS:
         return _with_statistics_of(args, out)
     if func in _LOSSES and out.ndim == 0:

@@ -21,16 +21,17 @@ from torch.utils._pytree import tree_map
 @contextmanager
 def meshes_with_values() -> Iterator[None]:
     """Make torch compute ranks of meshes, and offsets and global shapes of shards, outside of the
-    simulation's modes in this context. Within the modes, tensors have no values, and operations
-    take time. At the end, clear torch's cache of sharded operations: its meshes name process groups
-    that no longer exist, and a later mesh of the same ranks would be equal to them."""
+    simulation's modes in this context. Within the modes, tensors would have no values, and these
+    operations would advance the clock. At the end, clear torch's cache of sharded operations: its
+    meshes name process groups that no longer exist, and a later mesh of the same ranks would be
+    equal to them."""
     places: list[tuple[Any, str]] = [
         (DeviceMesh, name)
         for name in ("__init__", "_concatenate", "_flatten", "_unflatten", "from_group")
     ]
     places += [(DeviceMesh, "__getitem__"), (DeviceMesh, "get_coordinate")]
     places.append((dtensor_utils, "_compute_local_shape_and_global_offset"))
-    # This method runs an operation with its global shapes.
+    # This method runs an operation on tensors of global shapes.
     places.append((type(_propagator()), "_propagate_tensor_meta_non_cached"))
     originals = [(owner, name, vars(owner)[name]) for owner, name in places if name in vars(owner)]
     for owner, name, original in originals:
@@ -69,7 +70,8 @@ def _outside_of_modes(original: Any) -> Any:
 
 def _on_simulated_ranks(value: Any) -> Any:
     """Convert an argument of a mesh for simulated ranks: give values to a fake tensor, and replace
-    accelerators by the CPU. ``init_device_mesh`` numbers ranks in order."""
+    accelerators by the CPU. A fake tensor without a constant value is assumed to number the ranks
+    in order, as in ``init_device_mesh``."""
     if isinstance(value, FakeTensor):
         known = value.constant
         ranks = torch.arange(value.numel(), device="cpu").view(value.shape)
@@ -83,7 +85,8 @@ def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
 
     Args:
         model: A model whose parameters may be DTensors.
-        data: The mesh to return if there are no DTensors, or if it has the same root mesh.
+        data: The mesh to return if there are no DTensors, or if they are over slices of its root
+            mesh.
 
     Raises:
         ValueError: The root mesh does not have one or two unused dimensions, or lacks ranks.

@@ -1,8 +1,8 @@
 """Finds the names of the modules whose operations run, in forward and in backward.
 
-In forward, and in a recomputed forward, this is the name of the innermost module being called. In
-backward it is the name of the module that was being called when the autograd node was created.
-Nodes have increasing sequence numbers, and the number at each change of module is recorded.
+In forward, and in a recomputed forward, an operation belongs to the innermost module being called.
+In backward it belongs to the module that was being called when the autograd node was created. Nodes
+have increasing sequence numbers, and the number at each change of module is recorded.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ _FUNCTIONS |= {"exp", "expm1", "log", "log1p", "pow", "sin", "cos", "erf", "rsqr
 _FUNCTIONS |= {"native_layer_norm", "_fused_rms_norm", "native_batch_norm", "native_group_norm"}
 # Functions that remain in decomposed graphs. `pow` is usually a product there.
 _FUSED_FUNCTIONS = _FUNCTIONS - {"pow"}
-# Number of passes of the ring: each sends (n - 1) / n of the bytes in n - 1 hops.
+# Number of passes of the ring. In each pass a rank sends (n - 1) / n of the bytes in n - 1 hops.
 _RINGS = {
     "_allgather_base_": 1,
     "_reduce_scatter_base_": 1,
@@ -485,7 +485,8 @@ class Operations(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns True: code is compiled although this mode is active, and without it."""
+        """Returns True: torch then compiles code although this mode is active, and disables the
+        mode during compilation."""
         return True
 
     @classmethod
@@ -568,7 +569,7 @@ class Operations(TorchDispatchMode):
 
         Args:
             kernel: The kernel.
-            num_bytes: Number of bytes read and written.
+            num_bytes: Number of bytes that the kernel reads and writes.
         """
         query, processor = kernel.query, self._clock.machine.processor
         name = BACKWARD if kernel.is_backward else FORWARD
@@ -619,7 +620,7 @@ class Operations(TorchDispatchMode):
             self._memory.sample(scratch_bytes(func, args, out))
 
     def _copies_state(self, args: Any) -> bool:
-        """Run a copy between the device and another place. Returns whether it is such a copy."""
+        """Run a copy if it is between the device and another place. Returns whether it is."""
         target, source = args[0], args[1]
         places = [self._memory.place_of(each) for each in (target, source)]
         if places[0] == places[1]:
@@ -713,7 +714,7 @@ class Operations(TorchDispatchMode):
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
         if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
-            return  # these send no data: a barrier, a wait, a receive
+            return  # counted as sending no data, for example a barrier, a wait or a receive
         num_bytes = max(num_bytes_of(each) for each in tensors_of(args))
         group = next(each for each in map(_as_group, args) if each is not None)
         num_ranks, stride = group.size(), self._stride(group)
@@ -884,9 +885,9 @@ def sent_bytes(num_bytes: float, num_ranks: int, ring: int = 1) -> float:
 
 @cache
 def _composed(func: Any) -> Callable[..., Any] | None:
-    """Returns the function of other operations that an operation is composed of; None: it is a
-    kernel. Autograd decomposes all composed operations except torch's Python operators and the
-    functions that these call."""
+    """Returns a function that runs the operations that ``func`` is composed of. None: ``func`` is a
+    kernel. Autograd decomposes composed operations before they reach this mode, except torch's
+    Python operators and the functions that these call."""
     if isinstance(func, HigherOrderOperator):
         composed: Callable[..., Any] | None
         composed = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
@@ -943,14 +944,15 @@ def _positional(func: Any, kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
 def _ring_block_share(func: Any, args: Any, kwargs: Any) -> float:
     """Returns the model flops of a block of ring attention divided by the computed flops.
     Load-balanced causal attention computes half of the queries or of the keys of each block except
-    the diagonal one, but counts in full."""
+    the diagonal one, but its model flops count in full."""
     block = _attention_of(func, args, kwargs)
     assert block is not None
     return 1.0 if block.num_queries == block.num_keys else 2.0
 
 
 def _num_peers(args: Any) -> int | None:
-    """Returns the number of ranks that an all-to-all sends to, including this one; None: all."""
+    """Returns the number of ranks that get a part of an all-to-all, including this rank if it keeps
+    a part; None: all."""
     sizes = args[2]
     return None if not sizes else sum(1 for size in sizes if size)
 

@@ -1,9 +1,10 @@
-"""Replaces the checks of transformers' models for masks, since simulated tensors have no values.
+"""Replaces checks by which transformers' models decide whether attention needs a mask. The checks
+read values, which simulated tensors do not have.
 
-Without a mask or a cache, these models check whether positions start again within a row, which
-would mean several packed sequences in the row, and a mask for attention. Fake tensors have no
-values, so the models would assume packed sequences and make the mask, as they do for an exported
-program. Positions that the models generate themselves never start again.
+Without a mask or a cache, these models check whether positions start again within a row. The row
+then consists of several packed sequences, and attention needs a mask. Fake tensors have no values,
+so the models would assume packed sequences and make the mask, as they do for an exported program.
+Positions that the models generate themselves never start again.
 
 With a mask of the tokens, ``attention_mask`` of shape (rows, tokens), the models check whether it
 masks any token. Simulations assume that it does, so that attention has a mask.
@@ -20,12 +21,13 @@ from fsdp_engine.planner.simulation.device_kernels import Place, for_fake_tensor
 
 
 def masks_of_rows(inputs: Any = None) -> AbstractContextManager[None]:
-    """Returns a context in which these models treat every row as one sequence, with padding if the
-    batch has a mask. Enter it after the model has been built, so that transformers is imported if
-    the model uses it.
+    """Returns a context in which transformers' models treat every row as one sequence, with padding
+    if the batch has a mask. Enter the context after the model has been built, so that transformers
+    is imported if the model uses it.
 
     Args:
-        inputs: The batch. If it has ``position_ids``, rows may be packed.
+        inputs: The batch. If it has ``position_ids``, rows may be packed, and the models assume
+            that they are.
     """
     module = sys.modules.get("transformers.masking_utils")
     packed, all_true = (module, "find_packed_sequence_indices"), (module, "fast_all")

@@ -69,8 +69,8 @@ class PipelineSimulation:
             of this one.
         ranks: The steps of the ranks. Each begins at the end of the rank's previous step.
         starts: The start of each rank's step, relative to the earliest one.
-        stages: Indices of the rank's stages.
-        actions: Forwards and backwards in the order of the schedule.
+        stages: Indices of each rank's stages.
+        actions: Each rank's forwards and backwards in the order of the schedule.
         num_targets: Number of target elements in all microbatches on all data-parallel ranks, or
             on all groups of context-parallel ranks.
     """
@@ -158,7 +158,7 @@ def simulate_pipeline(
 ) -> PipelineSimulation:
     """Simulate a step of pipeline-parallel training; see [Note: Simulated pipelines].
 
-    Runs in one process, like ``fe.simulate``.
+    The simulation runs in this process, like ``fe.simulate``.
 
     Args:
         stages: Builds the module of one stage, ``stages(index, num_stages)``, on any device. Its
@@ -179,7 +179,8 @@ def simulate_pipeline(
         loss: Computes the loss, ``loss(output, target)``, on the last stage. None: the
             cross-entropy of logits.
         quick: Simulate each different stage once, with few microbatches, instead of all forwards
-            and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``.
+            and backwards of all ranks: [Note: Costs of stages] in ``stage_costs.py``. Steps of
+            fewer than four microbatches are always simulated in full.
         options: A ``StepOptions`` with the other options. None: they are keyword arguments. An
             ``fe.Options`` is instead passed on as the ``options`` argument of ``fe.shard``.
         **given: Fields of ``StepOptions``, of which ``microbatches`` is required, and arguments of

@@ -53,8 +53,8 @@ else:  # without the extension `schedule_class` raises an error
 
 CPU = torch.device("cpu")
 
-# The first step records the order of units, and the ranks start the second one with the offsets at
-# which they end the first. A third step is like the second: `test_a_third_step_is_like_the_second`.
+# The first step records the order of units. Each rank starts the second step when it has ended the
+# first, so the ranks start it at different times. A third step would be like the second.
 STEPS = 2
 
 # Kinds of actions of a schedule.
@@ -105,7 +105,7 @@ class PipelineJob:
     Attributes:
         stages_of: Indices of the stages of each rank.
         sizes: The sizes of the data-parallel axes.
-        step: The other options.
+        step: The options of the step.
     """
 
     stages: Stages
@@ -139,7 +139,7 @@ class PipelineJob:
 
     @property
     def num_batches(self) -> int:
-        """Number of batches at a time, one for each group of context-parallel ranks."""
+        """Number of batches that run at the same time, one for each context-parallel group."""
         return self.data_size // self.step.context_parallel
 
     @property
@@ -286,7 +286,8 @@ class PipelineJob:
 
         Raises:
             SimulationError: The user's function raised an exception.
-            TypeError: The batch or target contains other values than tensors.
+            TypeError: The batch or target contains other values than tensors, or the target is not
+                a single tensor.
         """
         given = getattr(self, name)
         with as_simulation_error(f"making the {name}"):

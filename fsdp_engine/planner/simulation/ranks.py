@@ -84,12 +84,12 @@ def simulated_ranks(
         sizes: The sizes of each data-parallel axis.
         on_host: Communicate as with gloo between CPUs, not as between devices.
         clock: Makes the lanes of engines. None: engines have the lanes of CPUs.
-        moved: Called with each tensor that is booked on the host or on a disk, and its place.
+        moved: Called with each tensor whose memory is on the host or on a disk, and with its place.
         context_parallel, tensor_parallel, pipeline: See :func:`data_mesh_beside`.
         pipeline_rank: This process' coordinate on "pp"; its other coordinates are 0.
 
     Raises:
-        RuntimeError: torch.distributed is already initialised.
+        RuntimeError: torch.distributed is already initialized.
     """
     if dist.is_initialized():
         raise RuntimeError(
@@ -125,7 +125,7 @@ def data_mesh_beside(
         device_type: The device type of the mesh.
         sizes: The sizes of these axes, (inner,) or (outer, inner).
         context_parallel: Number of consecutive ranks of the inner axis that share sequences. If it
-            is more than 1, the root mesh has the dimension "cp".
+            is more than 1, the root mesh has the dimensions "dp" and "cp" instead of "inner".
         tensor_parallel: Number of consecutive ranks at each place of these axes. If it is more than
             1, the innermost dimension of the root mesh is "tp".
         pipeline: Number of such meshes side by side. If it is more than 1, the outermost dimension

@@ -20,7 +20,7 @@ def combined(function: Callable[..., float], *records: T) -> T:
     Args:
         function: Takes one number of each record.
         records: Numbers, or dicts or dataclasses of one class whose values are again records. A
-            name that is missing in a dict counts as 0.
+            key that is missing in a dict counts as 0.
     """
     every: tuple[Any, ...] = records
     found: Any

@@ -205,7 +205,7 @@ class _OnlyMeta(TorchDispatchMode):
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yields the tensors of an operation's arguments or results. Faster than ``tree_leaves``."""
+    """Yields the tensors of an operation's arguments or results. ``tree_leaves`` is slower."""
     for each in values:
         if isinstance(each, Tensor):
             yield each
@@ -327,8 +327,8 @@ class Simulation:
         machine: The simulated machine.
         seconds: Seconds from the end of the previous step to the end of this one.
         spans: Operations of each lane.
-        exposed: Waits of compute for communication, and for copies of offloaded state and
-            activations.
+        exposed: Waits of compute for communication, for other stages of a pipeline, and for copies
+            of offloaded state and activations.
         memory: Bytes by kind, at the peak.
         sent_bytes: Bytes that a rank sends, by axis ("inner", "outer",
             "context", "tensor").
@@ -343,10 +343,10 @@ class Simulation:
             place is a phase and the name of the last module that ran.
         model_flops: Floating-point operations of the model on one rank, without recomputation.
         seconds_at_peak: Time that ``model_flops`` take at the machine's peak.
-        checkpoint_bytes: Bytes of parameters and optimizer state in full.
-        further: Time and traffic that each further microbatch would add to a step of three or more.
-            None: the step has fewer. See [Note: Steps of many microbatches] in
-            ``planner/batch_search.py``.
+        checkpoint_bytes: Bytes of all parameters and their optimizer state, over all shards.
+        further: Time, traffic and flops that each further microbatch would add to a step of three
+            or more microbatches. None: the step has fewer. See [Note: Steps of many microbatches]
+            in ``planner/batch_search.py``.
     """
 
     title: str
@@ -386,12 +386,12 @@ class Simulation:
 
     @property
     def exposed_seconds(self) -> float:
-        """Total time in which compute waited for communication and copies."""
+        """Total time in which compute waited: the sum of ``exposed``."""
         return sum(each.seconds for each in self.exposed)
 
     @property
     def exposed_by_lane(self) -> dict[str, float]:
-        """Time in which compute waited for communication and copies, by lane."""
+        """Time in which compute waited, by the lane that it waited for."""
         return _by_lane(self.exposed)
 
     @property
@@ -528,7 +528,7 @@ def simulate(
 ) -> Simulation:
     """Simulate a training step: its time, exposed communication and memory.
 
-    Runs in one process, without process groups, allocation or communication.
+    The simulation runs in this process, with fake tensors and without communication.
 
     Args:
         build: Returns the model, on any device.
@@ -658,7 +658,8 @@ def sharded(
 
 
 def shard_fake(module: nn.Module, mesh: DeviceMesh, step: StepOptions) -> Engine:
-    """Shard a fake module. Its ranks have no values to compare or broadcast."""
+    """Shard a fake module. The ranks do not compare or broadcast initial values, since fake tensors
+    have none."""
     values = "same" if find_module("initial_values") is None else "rank0"
     return shard(module, mesh, **step.shard, initial_values=values)
 
@@ -803,7 +804,7 @@ class _Step:
         process: The process of the rank.
         engine: The engine of the sharded model.
         optimizer, inputs, loss: See :func:`simulate`.
-        context: The context-parallel ranks, if sequences are sharded.
+        context: The context-parallel group. None: sequences are not sharded.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ def simulated_process(
     Args:
         clock: The clock of the rank.
         sizes: The sizes of the data-parallel axes.
-        known: A cache of operations.
+        known: A cache of operations, which the simulation extends. None: a new cache.
         context_parallel, tensor_parallel, pipeline, pipeline_rank: See
             :func:`~.simulation.ranks.simulated_ranks`.
 

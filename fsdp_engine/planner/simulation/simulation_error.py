@@ -45,7 +45,7 @@ def check_positive(name: str, value: object, unit: str) -> None:
 
     Raises:
         TypeError: ``value`` is not a number.
-        ValueError: ``value`` is not positive, or infinite.
+        ValueError: ``value`` is not positive, or is infinite.
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{name}: expected {unit}; found {value!r}")
@@ -132,7 +132,7 @@ class SimulationError(RuntimeError):
             Python. None: there is no such line, for example in the backward of torch's functions.
         code: The text of that line.
         reason: Why the simulation failed.
-        phase: The phase that failed: "building the model", "forward", ...
+        phase: The phase of the simulation that failed: "building the model", "forward", ...
         needs_values: The code depends on the values of tensors, and cannot run with shapes only.
             False: the code would also fail in training, or uses an operation without an
             implementation for shapes.

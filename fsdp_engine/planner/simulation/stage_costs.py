@@ -2,20 +2,21 @@
 
 [Note: Costs of stages]
 A schedule runs the same forward and backward of a stage once for each microbatch. Schedules that
-split backwards run the gradients of inputs and of weights separately. Three things make actions
-differ: the first ones of a step find no gradients; the last backward reduces gradients that are not
-sharded; and parameters that the previous action left gathered are not gathered again. So each stage
-is simulated alone, for one or two steps of few microbatches that have all of these cases
-(``_ORDERS``), and stages with equal operations are simulated once. This gives the time of each
-action, and the memory that it needs and leaves. torch's schedule then runs stages that compute
-nothing and take these times (``tape.py``), and their memory is added up.
+split backwards compute the gradients of inputs and of weights separately. Three things make actions
+of one kind differ: the first backward of a step finds no accumulated gradients; the last one
+reduces gradients that are not sharded; and parameters that the previous action left gathered are
+not gathered again. So each stage is simulated alone, for one or two steps of few microbatches that
+have all of these cases (``_ORDERS``), and stages with equal operations are simulated once. This
+gives the time of each action, its peak memory, and the memory that it allocates or frees. torch's
+schedule then runs stages that compute nothing and take these times (``tape.py``), and their memory
+is added up.
 
-Received tensors stay in memory as long as their microbatch is in flight (``pipelining.py``). So do
-tensors that adjacent stages on one rank (V-schedules) pass on without a message. The number of
+Received tensors stay in memory as long as their microbatch is in flight (``pipeline_stage.py``). So
+do tensors that adjacent stages on one rank (V-schedules) pass on without a message. The number of
 these tensors depends on the schedule, so stages are measured without them.
 
-A difference from a simulation of all forwards and backwards: communication of a stage counts as
-exposed even if it could overlap with the stage's waits for other stages. ``test_pipelines.py``
+The result differs from a simulation of all forwards and backwards: communication of a stage counts
+as exposed even if it could overlap with the stage's waits for other stages. ``test_pipelines.py``
 compares both.
 """
 
@@ -233,8 +234,8 @@ class _Kept:
     """Holds sent tensors, by the kind of the action that computed them.
 
     Args:
-        newest_alone: Whether tensors of an action are held only until the next one of its kind
-            sends.
+        newest_alone: Whether tensors of an action are held only until the next action of its kind
+            sends tensors.
     """
 
     def __init__(self, *, newest_alone: bool) -> None:
@@ -274,7 +275,7 @@ class _Meter:
         kept: The rank's sent tensors.
 
     Attributes:
-        actions: The actions, which are the first parts. Later parts are no actions.
+        actions: The actions, which are the first parts. Later parts are not actions.
     """
 
     def __init__(self, rank: PipelineRank, kept: _Kept) -> None:
@@ -344,7 +345,7 @@ def _with_activations(sizes: Sizes, more: int) -> Sizes:
 
 
 class _CostedStage(SimulatedStage):
-    """A stage that computes nothing. It takes the time and memory of its costs.
+    """A stage that computes nothing, but spends the time and memory of its costs.
 
     Attributes:
         costs: The costs of the stage.
@@ -404,10 +405,10 @@ class _CostedStage(SimulatedStage):
         self.rank.pass_on(passed, self.stage_index, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """See torch's stage. The reduction is part of the cost of the optimizer step."""
+        """See torch's stage. The cost of the last backward includes this."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """See torch's stage. The scaling is part of the cost of the optimizer step."""
+        """See torch's stage. The cost of the last backward includes this."""
 
 
 class _CostedRank:
@@ -457,8 +458,8 @@ class _CostedRank:
         self._until_backward[stage, microbatch] += num_bytes
 
     def pass_on(self, tensors: Sequence[Tensor], stage: int, microbatch: int) -> None:
-        """Hold the last action's results until the backward of a stage and microbatch. They are not
-        sent, but passed on to another stage of this rank."""
+        """Hold the last action's results until the backward of a stage and microbatch. The results
+        are not sent, but passed on to another stage of this rank."""
         self._sent.pop()
         self._until_backward[stage, microbatch] += sum(each.nbytes for each in tensors)
 
@@ -525,7 +526,7 @@ def costed_rank(
     arguments: Sequence[tuple[Tensor, ...]],
     costs: Sequence[StageCosts],
 ) -> Recorded:
-    """Run the steps of a rank by the costs of its stages.
+    """Run the steps of a rank with stages that spend their costs instead of computing.
 
     Args:
         job: The job.

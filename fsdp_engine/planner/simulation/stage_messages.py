@@ -57,7 +57,8 @@ def is_stage_lane(lane: str) -> bool:
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Check that each rank receives messages of another rank in the order in which they are sent.
+    """Check that each rank receives the messages of another rank in the order in which that rank
+    sends them.
 
     Args:
         messages: The messages of all ranks. Messages of one rank are in its own order.

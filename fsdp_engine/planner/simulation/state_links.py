@@ -49,7 +49,7 @@ def measure_host_link(device: torch.device, seconds: float, agree: Agree) -> Two
 
 def measure_host_memory(num_ranks: int, num_cores: int, seconds: float, agree: Agree) -> float:
     """Measure the memory bandwidth of a node, in bytes per second of reads and writes together. All
-    ranks multiply in place, like an optimizer step, which reads and writes each byte once.
+    ranks multiply a tensor in place, which reads and writes each byte once, like an optimizer step.
 
     Args:
         num_ranks: Number of ranks in the node.
@@ -122,7 +122,7 @@ def _link(
 def _medians(
     actions: dict[str, Action], timed: Callable[[Action], float], seconds: float, agree: Agree
 ) -> dict[str, float]:
-    """Time the actions in turns, on all ranks at once. Returns median seconds by name."""
+    """Time the actions alternately, on all ranks at once. Returns median seconds by name."""
     for action in actions.values():
         timed(action)
     once = agree(sum(timed(action) for action in actions.values()))

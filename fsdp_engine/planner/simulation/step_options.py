@@ -48,8 +48,8 @@ class StepOptions(GivenOptions):
         machine: The simulated machine.
         optimizer: Returns the optimizer for the sharded parameters of a rank. None: AdamW.
         microbatches: Number of forwards and backwards per step, all but the last under ``no_sync``.
-        known: A cache of operations, which this simulation extends. Sharing one saves time if there
-            are many simulations. None: a new one.
+        known: A cache of operations, which this simulation extends. Many simulations take less time
+            if they share a cache. None: a new cache.
         compile: Call ``compile()`` of each block before sharding, as for training with
             ``torch.compile``. Blocks that are already compiled are always simulated as compiled.
 

@@ -4,15 +4,15 @@
 The step of a pipeline rank is simulated without the other ranks: their messages arrive immediately.
 A :class:`RecordingClock` records each call that changes it (operations, submissions, waits,
 messages between stages) with its arguments. No code of a step depends on the time, so the calls
-would be the same if messages arrived later. A :class:`Replay` makes them on a new clock, and pauses
-when compute waits for a message whose end is not known yet. Times are then exact: a wait for
-another stage does not delay collectives that run at the same time, and the host of a device
-continues.
+would be the same if messages arrived later. A :class:`Replay` makes the calls on a new clock, and
+pauses when compute waits for a message whose end is not known yet. Times are then exact: a wait for
+another stage does not delay collectives that run at the same time, nor the host of a device.
 
-Operations of lanes are generators. The calls of an operation are recorded in a list of its own, one
-part for each time that the clock resumes the generator. The replay's clock resumes this list.
+Operations of lanes are generators. The calls of an operation are recorded in a separate list, with
+one part for each time that the clock resumes the generator. In a replay, a generator over this list
+replaces the operation.
 
-Tickets, lanes and messages have numbers on a tape, since a replay has other objects for them.
+A tape refers to tickets, lanes and messages by numbers, since a replay has other objects for them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RecordingClock(Clock):
     """A clock that records its calls; see [Note: Tapes].
 
     Attributes:
-        entries: The record since the clock's construction.
+        entries: The calls since the clock's construction.
         messages: The messages that the rank has posted.
         num_samples: Number of calls of :meth:`sample_number`.
     """
@@ -139,7 +139,8 @@ class RecordingClock(Clock):
         self.entries.append(Entry(self.phase, "", None, number))
 
     def sample_number(self) -> int:
-        """Returns a number that stands for the current time in the record of memory."""
+        """Returns the number of the current time, for the record of memory. A replay stores the
+        time of each number in ``samples``."""
         self._append(lambda to: to.samples.append(to.clock.now))
         self.num_samples += 1
         return self.num_samples - 1
@@ -291,7 +292,7 @@ class Replay:
         clock: The new clock.
         marks: See :meth:`RecordingClock.mark`.
         tickets: Tickets by number.
-        finishes: Times at which the clock was finished.
+        finishes: Times that the calls of ``Clock.finish`` returned.
         samples: Times by number; see :meth:`RecordingClock.sample_number`.
         waits_for: The message that compute waits for. None: the tape has ended.
     """

@@ -1,4 +1,4 @@
-"""The accuracy of simulated times, from steps that were compared with plans, by machine.
+"""The accuracy of simulated times by machine, from measured steps that were compared with plans.
 
 ``time_factors.json`` has the ratios of measured to planned step times in ascending order.
 ``tools/time_factors.py`` writes it from ``benchmarks/results``:
@@ -24,7 +24,7 @@ from fsdp_engine.planner.simulation.machine import Machine
 
 # The fraction of compared steps within the stated range.
 COVERED = 0.9
-# Plans are called too fast from this median of the ratios on.
+# The planner is reported as too fast if the median of the ratios is at least this number.
 _TOO_FAST = 1.1
 
 
@@ -55,8 +55,8 @@ class TimeAccuracy:
 
     @property
     def spread(self) -> float:
-        """The smallest fraction of the expected time such that ``COVERED`` of the compared steps
-        are within this distance from it."""
+        """The relative deviation from the expected time that ``COVERED`` of the compared steps do
+        not exceed."""
         distances = sorted(abs(each / self.factor - 1) for each in self.factors)
         return distances[math.ceil(COVERED * len(distances)) - 1]
 

@@ -70,7 +70,8 @@ def fitting_degrees(model: nn.Module, world_size: int, ranks_per_node: int) -> l
 
 
 def _plan_of(model: nn.Module) -> dict[str, str]:
-    """Returns parallel styles by module or parameter name, with wildcards; empty without a plan."""
+    """Returns parallel styles by module or parameter name, with wildcards. Empty: the model has no
+    plan, or transformers is too old."""
     if not hasattr(model, "_expand_parallel_plan"):
         return {}
     plan = dict(getattr(model, "tp_plan", None) or {})
