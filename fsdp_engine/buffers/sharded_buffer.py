@@ -342,22 +342,36 @@ def _all_reduce(
     how: Reduction,
 ) -> None:
     # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
-    # reduce-scatter of the communicator is followed by an all-gather, if the ranks can have equal
-    # shards. In all other cases the backend's all-reduce is used. On gloo it is as fast as these
-    # two collectives, and does not need the host between them.
-    if how.dtype in (None, sent.dtype) or tensor.numel() % comm.size:
+    # reduce-scatter of the communicator is followed by an all-gather. Otherwise the backend's
+    # all-reduce is used. On gloo it is as fast as these two collectives, and does not need the host
+    # between them.
+    if how.dtype in (None, sent.dtype):
         operation = partial(comm.all_reduce, tensor, average=how.average, tag=how.tag)
         _add_reduction(chain, context, "all-reduce", axis, tensor, tensor, operation, how)
         return
-    if sent is not tensor:
+    is_copied = sent is not tensor
+    if is_copied:
         copy(chain, context.lanes.inner_reduce, how.label, tensor, sent, how.boost)
+    if rest := tensor.numel() % comm.size:  # the shards of ranks must be equal
+        operation = partial(_sum_rest, comm, sent[-rest:], tensor[-rest:], how, is_copied)
+        _add_reduction(chain, context, "all-reduce", axis, sent, tensor, operation, how)
+        tensor, sent = tensor[:-rest], sent[:-rest]
     own = comm.part(tensor)
-    scatter = _scatter(comm, sent, own, sent is not tensor, how)
+    scatter = _scatter(comm, sent, own, is_copied, how)
     _add_reduction(chain, context, "all-reduce", axis, sent, own, scatter, how)
     # The all-gather has its own tag, as its messages can be in flight together with those of the
     # reduce-scatter.
     gather = partial(comm.all_gather, tensor, tag=how.tag + 1)
     _add_reduction(chain, context, "all-reduce", axis, own, tensor, gather, how)
+
+
+def _sum_rest(
+    comm: Communicator, sent: Tensor, out: Tensor, how: Reduction, is_copied: bool
+) -> Steps:
+    """Write the sums of fewer elements than ranks, computed in ``how.dtype``, into ``out``."""
+    sums = sent.to(how.dtype)
+    yield from comm.all_reduce(sums, average=how.average, tag=how.tag)
+    _scaled_copy(sums, out, 1.0 / how.boost if is_copied else 1.0)
 
 
 def _over(context: BufferContext, axis: Axis) -> str:

@@ -54,6 +54,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for chunk in integers.split(_CHUNK) if len(integers) else ():
         factors = _factors(len(chunk), tensor.device)
+        if chunk.dtype == torch.int64:
+            # A factor does not move the highest bit, so that signs of two elements would cancel.
+            chunk = chunk ^ (chunk >> 32 & 0xFFFFFFFF)
         total = total * _FACTOR + factors.mul_(chunk).sum()
     return total
 

@@ -52,13 +52,16 @@ def total_norm(
         if shard.numel()
     ]
     if not norms:
+        device = shards[0].device if shards else device  # as on ranks that hold elements
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
-    local = torch.linalg.vector_norm(torch.stack(norms), norm_type).to(dtype)
+    local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if math.isinf(norm_type):
         from fsdp_engine.flat_dtensor.full_reductions import extreme_over
 
-        return extreme_over(local, () if group is None else (group,), "max", _OPERATION)
-    return all_reduce_(local.pow(norm_type), group, what=_OPERATION).pow(1.0 / norm_type)
+        return extreme_over(local.to(dtype), () if group is None else (group,), "max", _OPERATION)
+    # In fp32 the power of a norm could overflow or become zero.
+    total = all_reduce_(local.pow(norm_type), group, what=_OPERATION)
+    return total.pow(1.0 / norm_type).to(dtype)
 
 
 def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:

@@ -173,9 +173,14 @@ class Inputs:
         """Cast floating-point tensors to ``dtype``."""
 
         def cast(tensor: Tensor) -> Tensor:
-            new = cast_to(dtype, tensor)
-            if new is tensor:
+            if is_of(dtype, tensor):
                 return tensor
+            if torch.is_inference_mode_enabled():
+                # A tensor of inference mode has no version counter, by which changes are found.
+                with torch.inference_mode(False), torch.no_grad():
+                    new = cast_to(dtype, tensor)
+            else:
+                new = cast_to(dtype, tensor)
             self._known[id(tensor)] = (tensor, version_of(tensor))
             # A tensor that is passed twice is cast once, as modules compare inputs by identity.
             return self._casts.setdefault(id(tensor), (tensor, new))[1]

@@ -127,13 +127,14 @@ def gradient_of_big_and_small(
     big: float = 4096.0,
     small: float = 4.0,
     num_reduced: int = 1,
+    num_elements: int = 64,
     **options: Any,
 ) -> Tensor:
     """The reduced gradient where one of four ranks has ``big`` and the others ``small``."""
-    model = models.Dot(64)
+    model = models.Dot(num_elements)
     mesh = mesh_of(4) if outer is None else mesh_of(2, 2)
     engine = fe.shard(model, mesh, strategy, outer, mp_policy=policy, options=fe.Options(**options))
-    x = torch.full((64,), big if dist.get_rank() == 0 else small)
+    x = torch.full((num_elements,), big if dist.get_rank() == 0 else small)
     for _ in range(num_reduced):
         with engine.no_sync():
             for _ in range(num_microbatches - 1):
@@ -188,9 +189,12 @@ def test_gradients_may_travel_in_bf16_and_be_summed_in_fp32(
 def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) -> None:
     policy, options = WIRES[way]
     for strategy in LEVELS:
-        gradient = gradient_of_big_and_small(strategy, None, policy, **options)
-        # Also if nothing is sharded: only summands are sent in the narrow dtype, not the sums.
-        assert torch.equal(gradient, torch.full((64,), EXACT)), strategy
+        for num_elements in (64, 66, 3):  # also those that the ranks do not divide
+            gradient = gradient_of_big_and_small(
+                strategy, None, policy, num_elements=num_elements, **options
+            )
+            # Also if nothing is sharded: only summands are sent in the narrow dtype, not the sums.
+            assert torch.equal(gradient, torch.full((num_elements,), EXACT)), strategy
 
 
 # In fp16 the next power of two to be a zero is 2 ** -25.
@@ -244,6 +248,25 @@ def test_gradients_that_are_reduced_in_fp32_are_divided_in_fp32(strategy: str) -
     assert gradient is not None
     assert gradient.dtype == BF16
     assert gradient.abs().max() < 1e-6
+
+
+@on_ranks(3)
+def test_sums_in_fp32_of_gradients_in_bf16_do_not_depend_on_the_size() -> None:
+    policies = {
+        "narrow gradients": (Policy(param_dtype=BF16, main_grads_dtype=BF16), True),
+        "copied": (Policy(param_dtype=BF16, grad_comm_dtype=BF16), False),
+    }
+    for strategy, num, name in itertools.product(LEVELS, (63, 64, 2), policies):
+        policy, in_fp32 = policies[name]
+        model = nn.Sequential(models.Dot(num))
+        options = fe.Options(sum_in_fp32=in_fp32, min_unit_size=0)
+        fe.shard(model, strategy=strategy, units="*", mp_policy=policy, options=options)
+        summand = (256.0, 1.0, 1.0)[dist.get_rank()]
+        model(torch.full((num,), 3 * summand)).backward()
+        gradient = full_gradients(model)["0.weight"]
+        assert gradient is not None
+        # In bf16 256 + 1 is 256.
+        assert set(gradient.tolist()) == {258.0}, (strategy, num, name)
 
 
 class Quantised(nn.Module):

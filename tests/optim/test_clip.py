@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_engine as fe
-from fsdp_engine.optim.clip import total_norm
+from fsdp_engine.optim.clip import clip_, total_norm
 from fsdp_engine.strategies import LEVELS
 from tests.pool import on_few_ranks, on_ranks
 
@@ -26,6 +26,25 @@ def test_the_norm_of_a_shard_is_exact_to_fp32_rounding(num_elements: int, order:
     norm = total_norm([shard], order, None, torch.device("cpu"))
     assert norm.dtype == torch.float32
     assert norm.item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("value", "order"), [(1e4, 10.0), (1e-5, 10.0), (3e19, 2.0), (1e-25, 2.0), (2e38, 1.5)]
+)
+@on_ranks(2)
+def test_powers_of_norms_neither_overflow_nor_become_zero(value: float, order: float) -> None:
+    shard = torch.full((1,), value)
+    for group, num_ranks in ((None, 1), (dist.group.WORLD, 2)):
+        norm = total_norm([shard, shard[:0]], order, group, shard.device)
+        assert norm.dtype == torch.float32
+        exact = value * num_ranks ** (1 / order)
+        if exact > torch.finfo(torch.float32).max:
+            continue
+        assert norm.item() == pytest.approx(exact, rel=1e-6)
+        gradient = shard.clone()
+        clip_([gradient], norm, value / 10)
+        expected = value * min(1.0, value / 10 / (exact + 1e-6))
+        assert gradient.item() == pytest.approx(expected, rel=1e-5)
 
 
 @on_few_ranks

@@ -197,14 +197,17 @@ def test_inputs_that_a_policy_casts_are_the_users_where_a_unit_changes_them(plac
 
     model = Model(use, lambda blocks, x: x)
     place.shard(model, mp_policy=BF16)
-    for grad in (True, False):
-        x, total = torch.randn(2, DIM), torch.zeros(3)
-        seen = [x]
-        with torch.set_grad_enabled(grad):
-            model.blocks[0](x, seen, total)
-        assert seen[0] is x
-        assert len(seen) == 2
-        assert total.tolist() == [1, 1, 1]
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for made_in_mode in (False, True):
+            x, total = torch.randn(2, DIM), torch.zeros(3)
+            with mode():
+                if made_in_mode:
+                    x, total = x * 1, total * 1
+                seen = [x]
+                model.blocks[0](x, seen, total)
+            assert seen[0] is x
+            assert len(seen) == 2
+            assert total.tolist() == [1, 1, 1], (mode, made_in_mode)
 
 
 @everywhere

@@ -21,6 +21,12 @@ from fsdp_engine.units.plan import Plan, is_expert
 # Number of 64-bit words in a row. Sums of rows and of columns, weighted by place, differ if two
 # words are swapped, except for few pairs of places.
 _ROW = 1024
+# Odd numbers, whose products wrap around. With small ones two words could be exchanged unseen: with 5
+# and 7 those that are 7 columns and 5 rows apart.
+_FACTORS = (
+    *(-7046029254386353131, 6364136223846793005),
+    *(-4417276706812531889, 2862933555777941757),
+)
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -179,8 +185,9 @@ def checksum(tensor: Tensor) -> Tensor:
     if num_rows:
         # Both sums read the words at memory bandwidth. A cumulative sum of all words would need
         # memory for a copy.
-        total = total * 3 + _in_order(rows.sum(0)) * 5 + _in_order(rows.sum(1)) * 7
-    return total * 9 + _in_order(rest) if rest.numel() else total
+        total = total * _FACTORS[0] + _in_order(rows.sum(0)) * _FACTORS[1]
+        total = total + _in_order(rows.sum(1)) * _FACTORS[2]
+    return total * _FACTORS[3] + _in_order(rest) if rest.numel() else total
 
 
 def _in_order(values: Tensor) -> Tensor:

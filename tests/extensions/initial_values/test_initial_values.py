@@ -342,6 +342,14 @@ def test_a_checksum_tells_values_and_their_order_apart() -> None:
                 assert int(checksum(other)) != int(checksum(value)), (dtype, shape)
 
 
+def test_a_checksum_tells_any_two_exchanged_words_apart() -> None:
+    value = torch.arange(1, 12 * 1024 + 1, dtype=torch.float64)
+    for place in (1, 1024, 5 * 1024 - 7, 7 * 1024 - 5, 10 * 1024 - 14):
+        other = value.clone()
+        other[[1000, 1000 + place]] = value[[1000 + place, 1000]]
+        assert int(checksum(other)) != int(checksum(value)), place
+
+
 class Positions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
