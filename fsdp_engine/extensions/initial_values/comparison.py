@@ -21,8 +21,8 @@ from fsdp_engine.units.plan import Plan, is_expert
 # Number of 64-bit words in a row. Sums of rows and of columns, weighted by place, differ if two
 # words are swapped, except for few pairs of places.
 _ROW = 1024
-# Odd numbers, whose products wrap around. With small ones two words could be exchanged unseen: with 5
-# and 7 those that are 7 columns and 5 rows apart.
+# Odd numbers, whose products wrap around. With small factors an exchange of two words may have no
+# effect: with 5 and 7, that of words which are 7 columns and 5 rows apart.
 _FACTORS = (
     *(-7046029254386353131, 6364136223846793005),
     *(-4417276706812531889, 2862933555777941757),
