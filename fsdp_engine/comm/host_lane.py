@@ -108,6 +108,7 @@ class HostTicket:
                 works = next(self._steps, None)
         except ValueError as error:
             self._failure = str(error)
+            ACTIVITY.waits = None
             raise
         except RuntimeError as error:
             named = failure(self._label, self.ranks, error)

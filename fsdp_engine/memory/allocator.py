@@ -559,8 +559,10 @@ class TransientStorage:
     def while_filled(self) -> Iterator[TransientStorage]:
         """Context in which the storage has memory, to make views over it."""
         self.fill()
-        yield self
-        self.drain()
+        try:
+            yield self
+        finally:
+            self.drain()
 
     def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a contiguous tensor over the elements from ``offset``, with its own version

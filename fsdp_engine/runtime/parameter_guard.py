@@ -101,17 +101,17 @@ def check_same(
     modules: Sequence[nn.Module],
     fn: Callable[[Tensor], Tensor],
 ) -> None:
-    """Check that ``fn`` keeps the dtypes and the type of device of the parameters of ``modules``.
+    """Check that ``fn`` keeps the dtypes and the devices of the parameters of ``modules``.
 
     Raises:
-        ValueError: ``fn`` changes a dtype or the type of device. The message names a parameter.
+        ValueError: ``fn`` changes a dtype or the device. The message names a parameter.
     """
     for buffer in buffers:
         for record in buffer.records:
             if any(module in modules for module, _ in record.holders):
                 main = buffer.weights.main.tensor
                 found = fn(allocator.empty(0, main.dtype, main.device))
-                if (found.dtype, found.device.type) != (main.dtype, main.device.type):
+                if (found.dtype, found.device) != (main.dtype, main.device):
                     raise ValueError(
                         f"{record.name}: expected {main.dtype} on {main.device} to stay, without "
                         f"an extension; found {found.dtype} on {found.device}. Change the model "

@@ -220,8 +220,8 @@ class Reductions:
         self.observers: list[GradientObserver] = []
         self.schedule: Schedule
         self.sync = True
-        self._seen_order = [unit.index for unit in units]
-        self.canonical_order = self._seen_order
+        self._seen_order: Sequence[int] = [unit.index for unit in units]
+        self.canonical_order: Sequence[int] = self._seen_order
         self._buffers = [buffer for unit in units for buffer in unit.trainable]
         self._numbers = {id(buffer): number for number, buffer in enumerate(self._buffers)}
         self._message = StepMessage(self._buffers, ranks.message_group, ranks.device)
@@ -622,10 +622,11 @@ class Reductions:
 
     def _publish(self, step: StepReductions) -> bool:
         """Publish the gradients of ``step``. Returns False if an observer has dropped them."""
-        new_order = self._seen_order != self.canonical_order
+        order = self._message.order
+        new_order = order != self.canonical_order
         verdict = self._message.read(new_order)
         if new_order and verdict.same_order:
-            self.canonical_order = self._seen_order
+            self.canonical_order = order
             self.order = self._make_order()
         used: Sequence[Sequence[Any]] = verdict.used
         is_dropped = False

@@ -85,6 +85,7 @@ class StepMessage:
 
     Attributes:
         num_started: Number of steps whose message was started.
+        order: The order of units in the last message. A later forward may have recorded another.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class StepMessage:
         self._stream = SideStream(device)
         self._is_capturing = capture_check(device)
         self.num_started = 0
+        self.order: Sequence[int] = ()
         parts = {id(group): _Part(group)} if group is not None else {}
         for number, buffer in enumerate(buffers):
             if (other := buffer.mesh.message_group) is not None:
@@ -108,6 +110,7 @@ class StepMessage:
     def start(self, order: Sequence[int]) -> None:
         """Start the message of a step. ``order``: the order of units that this rank recorded."""
         self.num_started += 1
+        self.order = order
         if self._is_capturing():
             return
         for part in self._parts:

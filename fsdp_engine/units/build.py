@@ -12,6 +12,7 @@ Parameters must have values on each rank, unless an extension sets them: see :cl
 from __future__ import annotations
 
 import hashlib
+import itertools
 import weakref
 from collections.abc import Iterable, MutableMapping, Sequence
 from copy import copy
@@ -406,8 +407,8 @@ def _raise_first_difference(signature: list[str], mesh: DataMesh) -> None:
         mine = [line for line in first if line not in known_there]
         theirs = [line for line in other if line not in known]
         if not mine and not theirs:
-            places = [i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
-            mine, theirs = [first[places[0]]], [other[places[0]]]
+            pairs = itertools.zip_longest(first, other, fillvalue="nothing")
+            mine, theirs = next(([a], [b]) for a, b in pairs if a != b)
         raise ValueError(
             "model: expected the same parameters and options, in one order, on all ranks; found "
             f"on data-parallel rank 0 [{(mine or ['nothing'])[0]}] and on rank {rank} "

@@ -443,6 +443,3 @@ def _check_no_optimizer(records: Sequence[ParamRecord]) -> None:
             f"optimizer: expected it to be built after shard(); found one, "
             f"{type(optimizer).__name__}, that already holds {names[param]}"
         )
-
-
-Place = tuple[nn.Module, str]
