@@ -157,7 +157,8 @@ def shard(
             num_rows = num_rows_of(deprecated)
         if given["strategy"] == AUTO:
             raise ValueError(
-                'strategy: expected the result of fe.plan in place of "auto"; found no plan'
+                'strategy: expected a level, such as "optim", or the result of fe.plan(); found '
+                '"auto"'
             )
         if is_plan(given["strategy"]):
             given |= _planned(given, len(ranks))

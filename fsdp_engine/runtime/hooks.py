@@ -577,9 +577,9 @@ def _refuse_transform(unit: Unit) -> None:
     differentiates = {_TransformType.Grad, _TransformType.Jvp}
     if any(each.key() in differentiates for each in _functorch.get_interpreter_stack() or ()):
         raise RuntimeError(
-            f"forward of {unit.label} within torch.func.grad, vjp, jvp or their kind: expected "
-            "loss.backward() or torch.autograd.grad, which sharded models have; found a transform. "
-            "Or transform a model that is not sharded (engine.full_state_dict has the weights)"
+            f"forward of {unit.label} within a transform such as torch.func.grad, vjp or jvp: "
+            "expected loss.backward() or torch.autograd.grad, which sharded models support; found "
+            "the transform. Or transform a model that is not sharded (engine.full_state_dict has the weights)"
         )
 
 

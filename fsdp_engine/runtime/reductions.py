@@ -374,7 +374,7 @@ class Reductions:
             RuntimeError: The gradients of a unit are reduced only once in a backward.
         """
         raise RuntimeError(
-            f"a gradient for unit {unit.label} came after its reduction had started: expected "
+            f"a gradient for unit {unit.label} was computed after its reduction had started: expected "
             "one gradient per parameter and backward; found a second one (a parameter that is "
             "used in several re-entrant checkpoints?). Put the modules that share it into one "
             "unit, or use checkpoint(..., use_reentrant=False)"
@@ -468,8 +468,8 @@ class Reductions:
         if self._queue is not None:
             raise RuntimeError(
                 "finish_grad_sync: expected the gradients of all parameters; found a backward that "
-                "is not over, or weight gradients put off by it (backward_dw): missing are those "
-                f"of {self._missing()}"
+                "has not ended, or whose postponed weight gradients (backward_dw) are missing: "
+                f"those of {self._missing()}"
             )
         if self.phase is Phase.FINAL:
             return

@@ -537,7 +537,7 @@ class Scheduler:
 def _unknown(found: str) -> NotImplementedError:
     return NotImplementedError(
         f"expected one backward at a time, which autograd runs once; found {found}. The extension "
-        "nested_backwards, which is missing from this package, trains them"
+        "nested_backwards supports this, and is missing from this package"
     )
 
 

@@ -397,8 +397,8 @@ class Unit:
         message = f"forward of unit {self.label}: {found}"
         self.check_unseen(message, remedy)
         warnings.warn(
-            f"{message}. The start of its backward cannot be observed, so its full parameters are "
-            f"no longer freed. {remedy}, and they will be",
+            f"{message}. The start of its backward cannot be observed, so its full parameters stay "
+            f"in memory from now on. To free them again: {remedy}",
             stacklevel=2,
         )
         self.kept.add(Kept.UNSEEN)
@@ -451,9 +451,9 @@ class Unit:
                 ]
                 raise RuntimeError(
                     f"forward: expected {names[0]} to stay frozen, as it was at shard(); found it "
-                    f"with requires_grad ({len(names)} such parameters in {self.label}). It has no "
-                    "place for gradients: let it require grad before shard(), freeze it after, and "
-                    "thaw it when wanted"
+                    f"with requires_grad ({len(names)} such parameters in {self.label}). No "
+                    "memory for its gradients was planned: set requires_grad=True before shard(), "
+                    "and False after it until it shall be trained"
                 )
 
     def follow_requires_grad_in_backward(self) -> None:

@@ -228,7 +228,7 @@ def plan_units(
         sets = join_small(model, sets, records, least)
     elif least:
         raise ValueError(
-            "min_unit_size: expected None or 0 beside units, which are taken as they are named; "
+            "min_unit_size: expected None or 0 with units=, because named units are not joined; "
             f"found {settings.options.min_unit_size}"
         )
     owned = assign(model, sets, records)
@@ -414,10 +414,10 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         param_class.check(record.name, param, is_in_dtensor=record.spread is not None)
     elif type(param) not in (Tensor, nn.Parameter, FakeTensor):
         raise ValueError(
-            f"{record.name}: expected a plain torch.nn.Parameter, all of whose data are its "
-            f"elements; found a {type(param).__name__}, of which only those would be kept. Make it "
-            "a plain parameter (dequantise it, say) before shard(), or leave it out of the "
-            "model's parameters, as a buffer"
+            f"{record.name}: expected a plain torch.nn.Parameter; found a {type(param).__name__}. "
+            "shard() keeps only the elements of a parameter, so other data of this class would be "
+            "lost. Make it a plain parameter before shard(), for example by dequantizing it, or "
+            "register it as a buffer"
         )
     else:
         for each in PARAM_CLASSES:

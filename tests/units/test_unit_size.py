@@ -176,7 +176,7 @@ def test_what_is_said_is_what_is_built() -> None:
         engine = fe.shard(model, options=fe.Options(min_unit_size=least))
         assert [unit.name for unit in engine.units[1:]] == names_of(model, least or 0)
     model = Transformer(num_blocks=2)
-    with refused(model, "min_unit_size: expected None or 0 beside units", "found 5"):
+    with refused(model, "min_unit_size: expected None or 0 with units=", "found 5"):
         fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=5))
     engine = fe.shard(model, units="blocks.*", options=fe.Options(min_unit_size=0))
     assert [unit.name for unit in engine.units] == ["", "blocks.0", "blocks.1"]
