@@ -307,8 +307,9 @@ class FSDPEngineAccelerator(Accelerator):
     ) -> str:
         """Save models, optimizers, schedulers, samplers, random states and registered objects.
 
-        The save is atomic: if the job is killed during the save, an older folder remains. Any
-        number of ranks can load the folder. Collective.
+        The save is atomic: if the job is killed during the save, an older folder remains. If the job
+        is killed between the two renames that replace it, the next save restores it. Any number of
+        ranks can load the folder. Collective.
 
         Args:
             output_dir: The path of the folder, whose content is replaced. None: accelerate's
@@ -319,7 +320,7 @@ class FSDPEngineAccelerator(Accelerator):
             The path of the folder.
         """
         folder = Path(os.path.expanduser(self._folder_of_save(output_dir)))
-        with atomic_folder(folder, self._first_engine().ranks) as staging:
+        with atomic_folder(folder, self._first_engine()) as staging:
             error: Exception | None = None
             try:
                 for hook in self._save_model_state_pre_hook.values():

@@ -358,7 +358,7 @@ class FSDPEngineMixin(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with atomic_folder(folder, self.engine.ranks) as staging:
+        with atomic_folder(folder, self.engine) as staging:
             self._staging = staging.parent
             try:
                 super()._save_checkpoint(model, trial)
