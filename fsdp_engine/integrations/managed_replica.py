@@ -123,9 +123,19 @@ class ManagedReplica:
                 self._manager = make_manager(store_addr=host, store_port=port)
             except Exception as failed:  # torchft raises errors of several classes
                 error = failed
-        host, port = agree(f"{type(self).__name__}()", error, ranks.control_group, (host, port))[0]
-        if ranks.rank > 0:
-            self._manager = make_manager(store_addr=host, store_port=port)
+        what = f"{type(self).__name__}()"
+        host, port = agree(what, error, ranks.control_group, (host, port))[0]
+        try:
+            if ranks.rank > 0:
+                self._manager = make_manager(store_addr=host, store_port=port)
+        except Exception as failed:
+            error = failed
+        try:
+            agree(what, error, ranks.control_group)
+        except Exception:
+            if error is None:
+                self.close()  # otherwise other replicas would wait for this one
+            raise
 
     @property
     def step(self) -> int:
