@@ -239,6 +239,7 @@ def load_pretrained(
     All ranks raise each error. Weights are unchanged after any error except a failed read.
     """
     engine = engine_of_model(model_or_engine)
+    engine.await_ranks()
     group = engine.ranks.control_group
     found, initialization = Match(), Initialization()
     replaced: set[str] | None = None
