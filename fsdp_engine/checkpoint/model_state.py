@@ -56,11 +56,11 @@ class Saved:
         """Returns the keys whose path begins with ``path``."""
         return [key for key, found in self.paths.items() if found[: len(path)] == path]
 
-    def empty(self, key: str) -> Tensor | None:
-        """Returns new CPU memory for the tensor at ``key``; None if an object is at ``key``."""
+    def empty(self, key: str, device: str = "cpu") -> Tensor | None:
+        """Returns new memory for the tensor at ``key``; None if an object is at ``key``."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
-            return allocator.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
+            return allocator.zeros(tuple(entry.size), entry.properties.dtype, device)
         return None
 
     def shape(self, key: str) -> tuple[int, ...] | None:
