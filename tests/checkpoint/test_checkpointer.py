@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import gc
 import json
 import os
@@ -393,6 +394,47 @@ def test_the_latest_are_kept_and_what_died_jobs_left_is_removed(tmp_path: Path) 
     directory.retire(3)
     assert visible(tmp_path) == ["notes.txt", "step-00000020", again.name, "step-00000300"]
     assert fake_checkpoint(directory, 100) == directory.complete()[100] != again
+
+
+def test_a_folder_that_cannot_be_removed_is_named_and_the_next_save_tries_again(
+    tmp_path: Path,
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for number in (1, 2):
+        fake_checkpoint(directory, number)
+    with (
+        patch.object(shutil, "rmtree", lambda *args, **options: None),
+        pytest.warns(UserWarning, match=r"\.removing-step-00000001 could not be removed"),
+    ):
+        directory.retire(1)
+    assert visible(tmp_path) == [".removing-step-00000001", "step-00000002"]
+    directory.clean()
+    assert visible(tmp_path) == ["step-00000002"]
+
+
+@on_ranks(2)
+def test_an_error_while_older_checkpoints_are_removed_is_a_warning() -> None:
+    folder = shared_folder()
+    checkpointer = fe.Checkpointer(folder, fe.shard(nn.Linear(2, 2)), keep=1)
+    checkpointer.save(1)
+    with (
+        failing(CheckpointDirectory, "retire", on_rank=0),
+        warned_first(r"save\(2\): older checkpoints .*could not be removed: .*No space left"),
+    ):
+        checkpointer.save(2)
+        checkpointer.wait()
+    assert checkpointer.steps() == [1, 2]
+    checkpointer.save(3)
+    checkpointer.wait()
+    assert checkpointer.steps() == [3]
+
+
+def test_a_lock_that_fails_is_closed(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with failing(fcntl, "flock"), pytest.raises(OSError, match="No space left"):
+        directory.begin()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 def test_a_directory_that_was_made_anew_is_locked_again(tmp_path: Path) -> None:
