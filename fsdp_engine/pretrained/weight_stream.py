@@ -293,8 +293,8 @@ class WeightStream:
         """Check that weights have not changed since ``state`` was taken."""
         if self._state() != state:
             raise RuntimeError(
-                "weight_stream: expected weights to stay as they are until the iteration is at its "
-                "end; found them changed, by a step of an optimizer, a load or an edit"
+                "weight_stream: expected unchanged weights during the iteration; found them "
+                "changed by a step of an optimizer, a load or an edit"
             )
 
     def _full(self) -> Iterator[Item]:

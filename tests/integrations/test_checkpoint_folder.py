@@ -55,9 +55,12 @@ def test_a_folder_is_kept_if_its_replacement_fails_or_is_killed_between_the_rena
         write("newer")
     assert (folder / "file").read_text() == "older"
     # A killed job does not rename the older folder back, and removes nothing.
-    with rename_until(2), mock.patch.object(checkpoint_folder, "_clear", lambda saving: None):
-        with pytest.raises(OSError, match="for a test"):
-            write("newer")
+    with (
+        rename_until(2),
+        mock.patch.object(checkpoint_folder, "_clear"),
+        pytest.raises(OSError, match="for a test"),
+    ):
+        write("newer")
     dist.barrier()
     assert not folder.exists()
     dist.barrier()

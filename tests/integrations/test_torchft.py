@@ -208,7 +208,7 @@ def test_a_torn_state_is_not_trained_with() -> None:
             replica._load(replica._state())
         replica._manager.report_error(ConnectionError("for a test"))
         assert not replica.commit()
-        with pytest.raises(RuntimeError, match="expected one of a single step on all ranks"):
+        with pytest.raises(RuntimeError, match="expected all ranks of this replica at one step"):
             list(replica.microbatches())
 
 

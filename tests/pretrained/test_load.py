@@ -99,7 +99,7 @@ def test_a_new_head_stays_as_the_model_made_it() -> None:
     assert head.abs().sum() > 0
     with pytest.raises(ValueError, match=r"missing classifier\.weight"):
         fe.load_pretrained(engine, folder)
-    warned = "not there, and as the model made them: classifier.weight, classifier.bias"
+    warned = "initialized by the model or unchanged: classifier.weight, classifier.bias"
     warns = pytest.warns(UserWarning, match=warned) if dist.get_rank() == 0 else nullcontext()
     with warns:
         report = fe.load_pretrained(engine, folder, strict=False)
