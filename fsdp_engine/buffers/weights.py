@@ -472,6 +472,7 @@ def read_error(label: str) -> str:
         f"{label}: expected its full parameters to be read within its forward, or in its backward. "
         "Backward begins with the gradient of a tensor that forward returned, or kept in an "
         "attribute or an argument. Found a function that reads them at another time, when they are "
-        "sharded or their all-gather is in flight. Return the tensor that the loss uses from forward, or keep "
-        "the unit unsharded until its backward (options.keeps_after_forward of engine.units)"
+        "sharded or their all-gather is in flight. Return the tensor that the loss uses from "
+        "forward, or keep the unit unsharded until its backward (options.keeps_after_forward of "
+        "engine.units)"
     )

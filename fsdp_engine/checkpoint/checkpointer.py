@@ -33,6 +33,7 @@ import itertools
 import os
 import sys
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -428,8 +429,15 @@ class _Save(threading.Thread):
         finally:
             self.entries = {}
             self.finished.set()
-        if self._error is None:
-            self._checkpointer._retire(self.step)
+        try:
+            if self._error is None:
+                self._checkpointer._retire(self.step)
+        except OSError as error:
+            warnings.warn(
+                f"save({self.step}): older checkpoints in {self._checkpointer._directory.path} "
+                f"could not be removed: {error}. The next save tries again",
+                stacklevel=2,
+            )
 
     def discard(self) -> None:
         """Remove the folder of the save."""

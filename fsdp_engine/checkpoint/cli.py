@@ -142,8 +142,8 @@ def _print_verdict(verdict: Verdict) -> None:
         typer.echo(f"ok {verdict.folder}: every byte is as it was written ({size})")
     else:
         typer.echo(
-            f"ok {verdict.folder}: there are no checksums for its files (no manifest.json); all "
-            f"entries agree with the CRCs within them ({size})"
+            f"ok {verdict.folder}: all entries agree with the CRCs within them; there are no "
+            f"checksums of files, neither in manifest.json nor in .metadata ({size})"
         )
     for line in verdict.damages:
         typer.echo(f"  {line}")
@@ -157,7 +157,7 @@ def export(
     directory: Annotated[Path, typer.Argument(help="output directory; created if missing")],
     step: StepOption = None,
     dtype: Annotated[
-        str | None, typer.Option(help=f"of floating-point tensors: {', '.join(DTYPES)}")
+        str | None, typer.Option(help=f"dtype of floating-point tensors: {', '.join(DTYPES)}")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
     trust: TrustOption = False,

@@ -99,7 +99,7 @@ def unpickle_metadata(content: bytes, trust: bool) -> Metadata:
     except inert_pickle.RefusedError:
         raise
     except Exception as error:  # unpickling damaged bytes raises errors of any type
-        raise ValueError(f"expected a pickle of it; found {error!r}") from error
+        raise ValueError(f"expected a pickle of DCP's metadata; found {error!r}") from error
     state = _state(found, "Metadata", "the object")
     entries = {
         _typed(key, "a key", str): _entry(key, entry)
@@ -293,7 +293,9 @@ def _size(value: Any, where: str) -> torch.Size:
 
 def _number(value: Any, where: str) -> int:
     if not 0 <= _typed(value, where, int) <= _MAX_SIZE:
-        raise ValueError(f"expected as {where} a number from 0 to 2**63 - 1; found another")
+        bits = value.bit_length()  # Python does not print numbers with thousands of digits
+        found = value if bits <= 64 else f"one of {bits} bits"
+        raise ValueError(f"expected as {where} a number from 0 to 2**63 - 1; found {found}")
     return int(value)
 
 
@@ -343,7 +345,10 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
     summer = BlockSummer()
     summer.add(memoryview(content)[:-_SEAL_BYTES])
     if sealed and int(sealed[1], 16) != summer.whole():
-        raise DamagedError(f"{path}: expected it as it was written; found it damaged")
+        raise DamagedError(
+            f"{path}: expected metadata with CRC-32C {sealed[1].decode()}; found "
+            f"{summer.whole():08x}. The file is damaged"
+        )
     try:
         metadata = unpickle_metadata(content, trust)
     except RefusedError as error:
@@ -354,7 +359,9 @@ def read_metadata(folder: Path, trust: bool = False) -> Metadata:
     except ValueError as error:
         raise DamagedError(f"{path}: expected DCP's metadata; found it damaged: {error}") from error
     if not sealed and SUMS in vars(metadata):
-        raise DamagedError(f"{path}: expected its own checksum at its end; found it damaged")
+        raise DamagedError(
+            f"{path}: expected a checksum at the end of the file; found none. The file is damaged"
+        )
     return metadata
 
 

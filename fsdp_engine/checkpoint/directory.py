@@ -25,6 +25,7 @@ import re
 import shutil
 import socket
 import uuid
+import warnings
 from pathlib import Path
 
 from fsdp_engine.checkpoint.manifest import MANIFEST
@@ -195,9 +196,11 @@ class CheckpointDirectory:
         lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+        except OSError as error:
             owner = os.pread(lock, 200, 0).decode(errors="replace").strip()
             os.close(lock)
+            if not isinstance(error, BlockingIOError):
+                raise
             if owner == _this_process():
                 owner = "another checkpointer of this process, which has to be closed first,"
             raise RuntimeError(
@@ -220,8 +223,12 @@ class CheckpointDirectory:
         # A step may be a symbolic link. Its target is not removed.
         if folder.is_symlink():
             folder.unlink()
-        else:  # if removing fails, the next save tries again
+        else:
             shutil.rmtree(folder, ignore_errors=True)
+            if folder.exists():
+                warnings.warn(
+                    f"{folder} could not be removed. The next save tries again", stacklevel=2
+                )
 
 
 def sync_folder(folder: Path) -> None:

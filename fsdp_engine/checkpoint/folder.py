@@ -579,7 +579,8 @@ class FolderMatch:
                     self._optimizer.apply(self.targets)
             except Exception as caught:
                 error = RuntimeError(
-                    f"failed half way, weights are partly replaced, load again: {caught}"
+                    f"reading failed halfway: {caught}. Weights are partly replaced; load a "
+                    "checkpoint again"
                 )
                 error.__cause__ = caught
             self._engine.weights_changed()

@@ -289,8 +289,10 @@ def matches(key: str, pattern: str | None) -> bool:
     return fnmatchcase(key, pattern) or fnmatchcase(key.partition(".")[2], pattern)
 
 
-# Additional bytes to compare two elements: copies (complex128 at most), magnitudes and flags.
-_WORK_BYTES = 2 * 16 + 2 * 8 + 8
+# Additional bytes to compare two elements: copies (complex128, or halves of integers), magnitudes
+# and flags.
+_WORK_BYTES = 2 * 16 + 3 * 8 + 8
+_HALF = 2**32
 
 
 @dataclass
@@ -488,15 +490,25 @@ def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float
 def _gaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``|a - b|`` and ``|b|`` in float64, and a mask of equal elements."""
     if _is_integer(a.dtype) and _is_integer(b.dtype):
-        # Integers are subtracted in int64, because float64 cannot represent all integers above
-        # 2**53. The difference wraps around if it does not fit into int64.
-        x, y = a.to(torch.int64), b.to(torch.int64)
-        return (x - y).to(torch.float64).abs_(), y.to(torch.float64).abs_(), x == y
+        # Each half of an integer fits exactly into float64, so a difference is rounded only once.
+        # int64 could not hold all differences, and float64 not all integers above 2**53.
+        (high_x, low_x), (high_y, low_y) = _halves(a), _halves(b)
+        gap = (high_x - high_y).to(torch.float64).mul_(_HALF).add_(low_x - low_y).abs_()
+        size = high_y.to(torch.float64).mul_(_HALF).add_(low_y).abs_()
+        return gap, size, (high_x == high_y) & (low_x == low_y)
     is_complex = a.dtype.is_complex or b.dtype.is_complex
     dtype = torch.complex128 if is_complex else torch.float64
     x, y = a.to(dtype), b.to(dtype)
     same = (x == y) | (x.isnan() & y.isnan())
     return x.sub_(y).abs(), y.abs(), same
+
+
+def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int64 tensors ``high`` and ``low`` for which integers are ``high * 2**32 + low``."""
+    bits = values.to(torch.int64)
+    high, low = bits >> 32, bits & (_HALF - 1)
+    # An unsigned integer from 2**63 on has become negative.
+    return (high & (_HALF - 1) if values.dtype == torch.uint64 else high), low
 
 
 def _is_integer(dtype: torch.dtype) -> bool:

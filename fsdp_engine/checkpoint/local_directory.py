@@ -477,7 +477,7 @@ class LocalDirectory(JobDirectory):
         try:
             if self._is_leader:
                 found = list(self._own_folders())
-        except OSError as caught:
+        except Exception as caught:  # warnings may be errors
             error = caught
         by_rank = agree(what, error, self._ranks.control_group, found)
         saves: dict[tuple[int, int], list[_Folder | None]] = {}

@@ -56,11 +56,11 @@ class Saved:
         """Returns the keys whose path begins with ``path``."""
         return [key for key, found in self.paths.items() if found[: len(path)] == path]
 
-    def empty(self, key: str) -> Tensor | None:
-        """Returns new CPU memory for the tensor at ``key``; None if an object is at ``key``."""
+    def empty(self, key: str, device: str = "cpu") -> Tensor | None:
+        """Returns new memory for the tensor at ``key``; None if an object is at ``key``."""
         entry = self.entries[key]
         if isinstance(entry, TensorStorageMetadata):
-            return allocator.zeros(tuple(entry.size), entry.properties.dtype, "cpu")
+            return allocator.zeros(tuple(entry.size), entry.properties.dtype, device)
         return None
 
     def shape(self, key: str) -> tuple[int, ...] | None:
@@ -199,8 +199,8 @@ def match_model(
         trainable_only: Do not read frozen parameters, whether the checkpoint contains them or not.
 
     Returns:
-        The entries to read, a line for each entry that does not fit, and the keys of modules' extra
-        states. Entries that do not fit are not read.
+        The entries to read, a line for each entry that does not fit, and the keys of the extra
+        states of modules that the checkpoint contains. Entries that do not fit are not read.
     """
     targets: Targets = {}
     problems: list[str] = []
@@ -216,9 +216,10 @@ def match_model(
         elif is_extra_state(key):
             found = saved.below(MODEL, key)
             known.update(found)
-            extra_states.append(key)
             targets |= {each: saved.empty(each) for each in found}
-            if not found:
+            if found:
+                extra_states.append(key)
+            else:
                 problems.append(f"missing {MODEL}.{key}: expected an object; found nothing")
         elif isinstance(value, Tensor):
             tensors.setdefault(id(value), (value, []))[1].append(f"{MODEL}.{key}")

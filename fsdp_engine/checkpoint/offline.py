@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
-from fsdp_engine.checkpoint.dcp_metadata import METADATA, read_metadata
+from fsdp_engine.checkpoint.dcp_metadata import METADATA, file_sums, read_metadata
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.folder import read_entries
 from fsdp_engine.checkpoint.inert_pickle import read_object
@@ -38,7 +38,7 @@ from fsdp_engine.checkpoint.model_state import (
     RANKS,
     Saved,
 )
-from fsdp_engine.checkpoint.reader import Reader, find_damaged_archives, find_damages
+from fsdp_engine.checkpoint.reader import Reader, find_damages, find_damages_without_manifest
 from fsdp_engine.checkpoint.run_state import unpack
 
 OTHER = "other"
@@ -194,8 +194,8 @@ class Verdict:
     Attributes:
         folder: The folder of the checkpoint.
         step: The step; None if the checkpoint does not contain it.
-        has_checksums: Whether there is a manifest, by which every byte was verified. False: only
-            the bytes within entries were verified.
+        has_checksums: Whether every byte was verified, by checksums in the manifest or in the
+            metadata. False: only the bytes within entries were verified.
         num_files, num_bytes: The number and the total bytes of existing files.
         damages: A line for each file that is missing or damaged, with the damaged entries.
         strays: Names of other files in the folder.
@@ -216,7 +216,7 @@ def verify(
     trust: bool = False,
 ) -> Verdict:
     """Verify the checksums of all files in the manifest of a checkpoint. Without a manifest, verify
-    the checksums that are stored with the entries.
+    those in the metadata, or else those that are stored with the entries.
 
     Args:
         folder: The folder of a checkpoint; see :func:`find_folders`.
@@ -230,6 +230,7 @@ def verify(
     damages: list[str] = []
     manifest: Manifest | None = None
     files: set[str] | None = None
+    has_checksums = False
     if (folder / MANIFEST).is_file():
         try:
             manifest = Manifest.read(folder)
@@ -241,18 +242,21 @@ def verify(
         damages.append(f"{MANIFEST}: expected the manifest of {folder.name}; found none")
     if manifest is not None:
         files = _files(manifest, None)
+        has_checksums = True
         damages += find_damages(folder, manifest, None, progress)
     else:
         try:
-            files = {MANIFEST, *_files(None, read_metadata(folder, trust))}
-            damages += find_damaged_archives(folder, progress, trust)
+            metadata = read_metadata(folder, trust)
+            has_checksums = bool(file_sums(metadata))
+            files = {MANIFEST, *_files(None, metadata)}
+            damages += find_damages_without_manifest(folder, metadata, progress)
         except (FileNotFoundError, ValueError) as error:
             damages.append(str(error).removeprefix(f"{folder}/"))
     num_files, num_bytes = count_files(folder, files)
     return Verdict(
         folder=folder,
         step=None if manifest is None else manifest.step,
-        has_checksums=manifest is not None,
+        has_checksums=has_checksums,
         num_files=num_files,
         num_bytes=num_bytes,
         damages=damages,

@@ -361,7 +361,7 @@ class OptimizerMatch:
     def _match_state(self, member: SavedParam, is_torchs: bool) -> None:
         for path, key in self._keys.get(member.name, {}).items():
             state = str(path[0])
-            target = self._saved.empty(key)
+            target = self._saved.empty(key, "meta")
             # torch's own optimizers also store tensors of other shapes in the parameter's dtype
             # (Adafactor).
             follows = is_torchs and target is not None and target.ndim > 0
@@ -392,6 +392,8 @@ class OptimizerMatch:
                         f"{key}: expected {expected}; found {self._saved.describe(key)}"
                     )
                     continue
+            elif target is not None:
+                target = allocator.zeros(tuple(target.shape), target.dtype, "cpu")
             self.targets[key] = target
 
     def _scales_of_blocks(

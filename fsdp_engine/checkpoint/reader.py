@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from fsdp_engine.checkpoint.checksums import CheckedFile, DamagedError
+from fsdp_engine.checkpoint.checksums import CheckedFile, DamagedError, FileSums
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, file_sums, read_metadata
 from fsdp_engine.checkpoint.inert_pickle import RefusedError
 from fsdp_engine.checkpoint.manifest import Manifest, file_row
@@ -434,42 +434,59 @@ def find_damages(
     return damages
 
 
-def find_damaged_archives(
+def find_damages_without_manifest(
     folder: Path,
+    metadata: Metadata,
     progress: Callable[[int], None] = lambda num_bytes: None,
-    trust: bool = False,
 ) -> list[str]:
-    """Returns a line for each file with entries that differ from the checksums stored with them.
+    """Returns a line for each file that is missing or damaged, for a checkpoint without a manifest.
 
-    Use this function for checkpoints without a manifest. It does not detect damaged bytes between
-    entries, or entries that were completely replaced.
+    Files are compared with the checksums in the metadata. Without these, only the bytes within
+    entries are compared with the checksums that are stored with the entries: damaged bytes between
+    entries, or entries that were completely replaced, are not detected.
 
     Args:
         folder: The folder of a checkpoint in DCP format.
+        metadata: The metadata of the checkpoint.
         progress: Function that is called with the number of bytes of each read.
-        trust: Allow objects of any class in the metadata, which may run arbitrary code.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError, ValueError: The metadata cannot be read.
     """
-    places = _places(folder, trust)
+    sums = file_sums(metadata)
     damages: list[str] = []
-    for name, entries in places.items():
-        if not (folder / name).is_file():
+    for name, entries in _places(metadata).items():
+        path = folder / name
+        if not path.is_file():
             damages.append(f"{name}: expected a file; found none")
-        elif damaged := _find_damaged(folder / name, entries, progress):
-            damages.append(f"{name}: {_listed(damaged)}")
+        elif name not in sums:
+            if damaged := _find_damaged(path, entries, progress):
+                damages.append(f"{name}: {_listed(damaged)}")
+        elif difference := _difference(path, sums[name], progress):
+            damages.append(f"{difference}: {_damaged_among(path, entries)}")
     return damages
+
+
+def _difference(path: Path, sums: FileSums, progress: Callable[[int], None]) -> str:
+    """Returns how a file differs from its checksums; empty if it does not."""
+    if (size := path.stat().st_size) != sums.num_bytes:
+        return f"{path.name}: expected {sums.num_bytes} bytes; found {size}"
+    part = bytearray(READ_BUFFER_BYTES)
+    with open(path, "rb") as file:
+        checked = CheckedFile(file, path.name, sums)
+        try:
+            while count := checked.readinto(part):
+                progress(count)
+        except DamagedError as error:
+            return str(error)
+    return ""
 
 
 # The key of an entry, and its location in a file.
 _Entry = tuple[str, Any]
 
 
-def _places(folder: Path, trust: bool = False) -> dict[str, list[_Entry]]:
+def _places(metadata: Metadata) -> dict[str, list[_Entry]]:
     """Returns the entries of a checkpoint by file."""
     found: dict[str, list[_Entry]] = {}
-    for index, place in read_metadata(folder, trust).storage_data.items():
+    for index, place in metadata.storage_data.items():
         found.setdefault(place.relative_path, []).append((index.fqn, place))
     return found
 
@@ -479,10 +496,14 @@ def _damaged_entries(folder: Path, name: str) -> str:
     if name == METADATA:
         return "the list of all entries"
     try:
-        entries = _places(folder).get(name, [])
+        entries = _places(read_metadata(folder)).get(name, [])
     except (OSError, ValueError) as error:
         return f"entries unknown, because {METADATA} cannot be read ({type(error).__name__})"
-    damaged = _find_damaged(folder / name, entries)
+    return _damaged_among(folder / name, entries)
+
+
+def _damaged_among(path: Path, entries: Iterable[_Entry]) -> str:
+    damaged = _find_damaged(path, entries)
     return _listed(damaged) if damaged else "no tensor is damaged (padding between them)"
 
 

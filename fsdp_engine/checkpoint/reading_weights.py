@@ -115,7 +115,7 @@ def match(
         if len(all_of_it) > 1:
             places = " and ".join(map(_names_of, all_of_it))
             found.problems.append(
-                f"{name}: expected one tensor of the files to become it; found {places}"
+                f"{name}: expected one stored tensor for this parameter; found {places}"
             )
     owned: dict[int, tuple[Tensor, list[str]]] = {}
     for name, value in engine.model.state_dict(keep_vars=True).items():

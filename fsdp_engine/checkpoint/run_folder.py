@@ -272,8 +272,13 @@ class Run:
                     f"{', '.join(of_rank_0[:8])}{more}; every rank has loaded those of rank 0"
                 )
         problems = [*match.problems, *foreign]
-        if match.has_sharded_objects:
-            self._load_extra(found)
+        error: Exception | None = None
+        try:
+            if match.has_sharded_objects:
+                self._load_extra(found)
+        except Exception as caught:
+            error = caught
+        agree(what, error, self.ranks.control_group)
         if unused := [name for name in found if name not in self._extra]:
             warn(
                 f"expected an object in extra for each saved state; found none for "

@@ -170,7 +170,7 @@ class FSDPEngineAccelerator(Accelerator):
         elif engine.model is not model:
             raise ValueError(
                 "model: expected the model that was given to fe.shard, or one that is not sharded; "
-                f"found a {type(model).__name__} that is a part of it"
+                f"found a submodule {type(model).__name__} of a sharded model"
             )
         if engine.ranks.size > 1:
             # A rank whose text is complete must call the model as long as other ranks do. If
@@ -307,8 +307,9 @@ class FSDPEngineAccelerator(Accelerator):
     ) -> str:
         """Save models, optimizers, schedulers, samplers, random states and registered objects.
 
-        The save is atomic: if the job is killed during the save, an older folder remains. Any
-        number of ranks can load the folder. Collective.
+        The save is atomic: if the job is killed during the save, an older folder remains. If the
+        job is killed between the two renames that replace it, the next save restores it. Any number
+        of ranks can load the folder. Collective.
 
         Args:
             output_dir: The path of the folder, whose content is replaced. None: accelerate's
@@ -319,7 +320,7 @@ class FSDPEngineAccelerator(Accelerator):
             The path of the folder.
         """
         folder = Path(os.path.expanduser(self._folder_of_save(output_dir)))
-        with atomic_folder(folder, self._first_engine().ranks) as staging:
+        with atomic_folder(folder, self._first_engine()) as staging:
             error: Exception | None = None
             try:
                 for hook in self._save_model_state_pre_hook.values():
@@ -422,8 +423,8 @@ class FSDPEngineAccelerator(Accelerator):
             )
         if self.parallelism_config is not None:
             raise ValueError(
-                "parallelism_config: expected None; found one (cut the model by torch, and give "
-                "the rest of the mesh in shard)"
+                "parallelism_config: expected None; found one (apply tensor parallelism with "
+                "torch, and pass the data-parallel mesh in shard)"
             )
 
     def _saved(self) -> Iterator[tuple[str, Engine, torch.optim.Optimizer | None]]:

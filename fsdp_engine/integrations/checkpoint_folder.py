@@ -57,23 +57,25 @@ from fsdp_engine.checkpoint.run_state import pack, random_state, set_random_stat
 from fsdp_engine.checkpoint.sharded_model import Engines, join_engines
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, Writer
 from fsdp_engine.comm.agreement import agree
-from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.engine import Engine
 
 # Name of the folder that contains temporary folders, beside the checkpoints.
 SAVING = ".saving"
+# Prefix of an older folder that is being replaced, within that folder.
+_BEFORE = "before-"
 
 
 @contextmanager
-def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
+def atomic_folder(folder: Path, engine: Engine) -> Iterator[Path]:
     """Context in which all ranks write into a temporary folder, which is renamed at the end.
 
     An existing ``folder`` is removed when the new one is complete. The next save into the same
-    parent removes temporary folders of killed jobs. Collective.
+    parent removes temporary folders of killed jobs. If a job was killed while it replaced a folder,
+    that save restores the older folder first. Collective.
 
     Args:
         folder: The path of the folder, on storage that all ranks share.
-        ranks: The ranks that write.
+        engine: An engine over the ranks that write.
 
     Yields:
         The temporary folder, ``.saving/<name>`` beside ``folder``.
@@ -81,7 +83,8 @@ def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     Raises:
         Exception: An error of any rank. All ranks raise, and ``folder`` is unchanged.
     """
-    group, is_first = ranks.control_group, ranks.rank == 0
+    engine.await_ranks()
+    group, is_first = engine.ranks.control_group, engine.ranks.rank == 0
 
     def check(error: Exception | None) -> None:
         agree(f"saving {folder}", error, group, call="a save into a folder")
@@ -90,7 +93,7 @@ def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
     error: Exception | None = None
     try:
         if is_first:
-            shutil.rmtree(staging.parent, ignore_errors=True)
+            _clear(staging.parent)
             staging.mkdir(parents=True)
     except OSError as caught:
         error = caught
@@ -105,8 +108,11 @@ def atomic_folder(folder: Path, ranks: Ranks) -> Iterator[Path]:
             _publish(staging, folder)
     except Exception as caught:
         error = caught
-    if is_first:
-        shutil.rmtree(staging.parent, ignore_errors=True)
+    try:
+        if is_first:
+            _clear(staging.parent)
+    except OSError as caught:
+        error = error or caught
     check(error)
 
 
@@ -118,9 +124,19 @@ def _publish(staging: Path, folder: Path) -> None:
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
     if folder.exists():
-        folder.rename(staging.parent / f"before-{folder.name}")
+        folder.rename(staging.parent / f"{_BEFORE}{folder.name}")
     staging.rename(folder)
     sync_folder(folder.parent)
+
+
+def _clear(saving: Path) -> None:
+    """Remove temporary folders. If a save has ended between the two renames of :func:`_publish`,
+    rename the older folder back first."""
+    for before in saving.glob(f"{_BEFORE}*"):
+        name = before.name.removeprefix(_BEFORE)
+        if (saving / name).exists() and not (saving.parent / name).exists():
+            before.rename(saving.parent / name)
+    shutil.rmtree(saving, ignore_errors=True)
 
 
 _SAVING, _REMOVING = ".saving-", ".removing-"
@@ -153,6 +169,7 @@ def save_folder(
         Exception: An error of ``fsdp_engine.save_checkpoint``. All ranks raise.
     """
     model = join_engines(engines)
+    model.await_ranks()
     group, rank = model.ranks.control_group, model.ranks.rank
     entries: dict[str, Any] = {}
     staging: Path | None = None
@@ -175,15 +192,19 @@ def save_folder(
             staging = _begin(path)
     except Exception as caught:
         error = caught
-    told = agree("save_checkpoint()", error, group, (staging, digest_of(signature)))
+
+    def discard() -> None:
+        if rank == 0 and staging not in (None, path):
+            shutil.rmtree(staging, ignore_errors=True)
+
+    try:
+        told = agree("save_checkpoint()", error, group, (staging, digest_of(signature)))
+        check_same_tensors([digest for _, digest in told], signature, group)
+    except Exception:
+        discard()
+        raise
     staging = told[0][0]
     assert staging is not None
-    try:
-        check_same_tensors([digest for _, digest in told], signature, group)
-    except ValueError:
-        if rank == 0 and staging != path:
-            shutil.rmtree(staging, ignore_errors=True)
-        raise
 
     def publish(metadata: Metadata, rows: dict[str, FileRow]) -> None:
         if staging == path:
@@ -197,11 +218,12 @@ def save_folder(
         staging.rename(path)
         sync_folder(path.parent)
 
+    writer = Writer(staging, publish)
     try:
-        write_entries(entries, Writer(staging, publish), group)
+        write_entries(entries, writer, group)
     except Exception:
-        if rank == 0 and staging != path:
-            shutil.rmtree(staging, ignore_errors=True)
+        writer.discard()
+        discard()
         raise
 
 
@@ -227,6 +249,7 @@ def load_folder(
         Exception: An error of ``fsdp_engine.load_checkpoint``. All ranks raise.
     """
     model = join_engines(engines)
+    model.await_ranks()
     group = model.ranks.control_group
     own_key = f"{RANKS}.{model.ranks.rank}"
 

@@ -463,6 +463,7 @@ class FSDPEngineStrategy(DDPStrategy):
             raise TypeError(f"storage_options: expected None; found {storage_options!r}")
         if self.lightning_module is not None and self.lightning_module.trainer.interrupted:
             self.engine.reset()  # an exception may have interrupted a forward
+        self.engine.await_ranks()
         path = Path(self.broadcast(str(filepath)))
         checkpoint = dict(checkpoint)
         weights = checkpoint.pop("state_dict")
@@ -490,6 +491,7 @@ class FSDPEngineStrategy(DDPStrategy):
             Exception: An error of ``fsdp_engine.load_checkpoint``. All ranks raise.
         """
         assert self.lightning_module is not None
+        self.engine.await_ranks()
         path = Path(self.broadcast(str(checkpoint_path)))
         trust = self._trust or weights_only is False
         strict = self.lightning_module.strict_loading

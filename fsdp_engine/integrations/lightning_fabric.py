@@ -219,6 +219,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         # Filters may communicate, so all ranks call them in the same order.
         for name in sorted(filters.keys() & extra.keys()):
             extra[name] = {k: v for k, v in extra[name].items() if filters[name](k, v)}
+        parts.await_ranks()
         folder = Path(self.broadcast(str(path)))
         optimizers = list(parts.optimizers.values())
         save_folder(folder, parts.together, optimizers, extra, keeps=parts.keeps(filters))
@@ -252,6 +253,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         """
         parts = _Parts({"": state} if isinstance(state, nn.Module | Optimizer) else state or {})
         trust = self._trust or weights_only is False
+        parts.await_ranks()
         path = Path(self.broadcast(str(path)))
         if path.is_file():
             found = self._load_file(path, parts, strict, trust)
@@ -309,7 +311,7 @@ class FSDPEngineFabricStrategy(DDPStrategy):
                 )
         states = [found.pop(name) for name in parts.optimizers if name in found]
         for name, engine in parts.engines.items():
-            weights = found.pop(name)
+            weights = found.pop(name, {})
             load_whole(weights, states, engine, list(parts.optimizers.values()), strict=strict)
         return dict(found)
 
@@ -349,6 +351,11 @@ class _Parts:
                 "state: expected a module that fabric.setup has sharded; found "
                 f"{list(state) or 'nothing'}"
             )
+
+    def await_ranks(self) -> None:
+        """Take part in the gathers of other ranks; see ``Engine.await_ranks``."""
+        for engine in self.engines.values():
+            engine.await_ranks()
 
     @property
     def together(self) -> Engines:

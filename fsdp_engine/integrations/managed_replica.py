@@ -123,9 +123,19 @@ class ManagedReplica:
                 self._manager = make_manager(store_addr=host, store_port=port)
             except Exception as failed:  # torchft raises errors of several classes
                 error = failed
-        host, port = agree(f"{type(self).__name__}()", error, ranks.control_group, (host, port))[0]
-        if ranks.rank > 0:
-            self._manager = make_manager(store_addr=host, store_port=port)
+        what = f"{type(self).__name__}()"
+        host, port = agree(what, error, ranks.control_group, (host, port))[0]
+        try:
+            if ranks.rank > 0:
+                self._manager = make_manager(store_addr=host, store_port=port)
+        except Exception as failed:
+            error = failed
+        try:
+            agree(what, error, ranks.control_group)
+        except Exception:
+            if error is None:
+                self.close()  # otherwise other replicas would wait for this one
+            raise
 
     @property
     def step(self) -> int:
@@ -154,9 +164,9 @@ class ManagedReplica:
             raise
         if self._is_torn and not self._was_loaded and manager.errored() is None:
             raise RuntimeError(
-                "state of this replica: expected one of a single step on all ranks; found that "
-                "some ranks have that of a replica which was lost before the others had theirs. No "
-                "other replica is left to get it from: start from a checkpoint"
+                "state: expected all ranks of this replica at one step; found ranks at different "
+                "steps, because the sending replica was lost during the transfer. No other replica "
+                "has the state: load a checkpoint"
             )
         if manager.errored() is not None:
             # Otherwise a replica that waits for this rank's state would delay the votes of both.
@@ -210,7 +220,10 @@ class ManagedReplica:
     def _state(self) -> dict[str, Any]:
         """Returns this rank's state, which the same rank of a starting replica receives."""
         if self._is_torn:
-            raise RuntimeError("state of this replica: expected one of a single step on all ranks")
+            raise RuntimeError(
+                "state: expected all ranks of this replica at one step; found ranks at different "
+                "steps, so the state is not sent"
+            )
         optimizer = self._optimizer.state_dict()
         return {
             "expected": self._expected(),

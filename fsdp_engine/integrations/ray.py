@@ -71,6 +71,7 @@ class RayCheckpoints:
 
         All ranks raise each error, and Ray's latest checkpoint remains.
         """
+        self._run.await_ranks()
         what = f"report of step {step!r}"
         entries: dict[str, Any] = {}
         error: Exception | None = None
@@ -111,6 +112,7 @@ class RayCheckpoints:
             FileNotFoundError, ValueError, RuntimeError: Errors of ``Checkpointer.load``. All ranks
                 raise.
         """
+        self._run.await_ranks()
         what = "load of Ray's latest checkpoint"
         error: Exception | None = None
         folder: Path | None = None

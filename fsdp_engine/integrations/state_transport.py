@@ -154,7 +154,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
         try:
             self._server.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
         except OSError:
-            _logger.debug("the server of states was not listening any more")
+            _logger.debug("the server of states was no longer listening")
         self._server.close()
 
     def _accept(self) -> None:
@@ -192,7 +192,7 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
                     _send(connection, tensor)
                 connection.sendall(_END)
             except OSError as error:  # the receiver has ended, or does not read
-                _logger.warning("a replica did not get the state it asked for: %s", error)
+                _logger.warning("sending the state to a replica failed: %s", error)
             finally:
                 with self._changed:
                     if connection in self._connections:

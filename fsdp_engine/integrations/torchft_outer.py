@@ -12,7 +12,8 @@ replica has already stepped its outer weights. It sends its state to the replica
 has failed, and they begin the next period with it. A replica that starts may join the quorum of a
 repeated exchange. It has trained nothing, but takes part immediately, so that the other replicas do
 not wait for a period. Therefore each replica also sends whether it has trained, and the mean is
-over the replicas that have.
+over the replicas that have. If no replica has trained, because those that repeated the exchange
+were lost, there is no mean: the period is not committed, and the replicas train it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.checkpoint.run_state import Stateful
+from fsdp_engine.comm.collectives import gather_objects
 from fsdp_engine.engine import Engine
 from fsdp_engine.extensions.outer_optimizer.fragment import NESTEROV, Fragment
 from fsdp_engine.integrations.managed_replica import ManagedReplica
@@ -156,8 +158,11 @@ class ElasticOuterReplicas(ManagedReplica):
             trained = allocator.zeros(1, movement.dtype, movement.device).fill_(float(has_trained))
             self._sum([total, trained])
             self._report_failure()
+            is_untrained = not has_trained and self._is_untrained(trained)
             if self._vote():
                 self._outer.step(total / trained, 0.0)
+                break
+            if is_untrained:
                 break
             self._repeats = True
             self._begin_step()
@@ -165,6 +170,21 @@ class ElasticOuterReplicas(ManagedReplica):
                 self._has_begun = True
                 break
         self._repeats = False
+
+    def _is_untrained(self, trained: Tensor) -> bool:
+        """Returns whether no replica of the exchange has trained. The step is then not committed.
+        Collective within the replica.
+
+        Args:
+            trained: The number of replicas that have trained, unless the sum has failed.
+        """
+        found = self._manager.errored() is None and not bool(trained)
+        is_untrained = any(gather_objects(found, self._engine.ranks.control_group, "an exchange"))
+        if is_untrained:
+            self._manager.report_error(
+                RuntimeError("exchange: expected a replica that has trained; found none")
+            )
+        return is_untrained
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the outer weights as sharded tensors by parameter name. They share memory with

@@ -358,7 +358,7 @@ class FSDPEngineMixin(_Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         run = self._get_output_dir(trial)
         folder = Path(run) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with atomic_folder(folder, self.engine.ranks) as staging:
+        with atomic_folder(folder, self.engine) as staging:
             self._staging = staging.parent
             try:
                 super()._save_checkpoint(model, trial)
@@ -469,7 +469,7 @@ def _check(args: TrainingArguments) -> None:
         "fp16": "it would need its loss scaled; bf16=True does not",
         "auto_find_batch_size": "a rank that ran out of memory would leave the others behind",
         "save_on_each_node": "all ranks write one folder together",
-        "parallelism_config": "cut the model by torch, and give the rest of the mesh in shard",
+        "parallelism_config": "torch applies tensor parallelism, and shard takes its mesh",
     }
     for name, reason in ours.items():
         if value := getattr(args, name, None):

@@ -168,8 +168,8 @@ def check_initialized(engine: Engine, names: Collection[str]) -> None:
     for name, value in engine.model.state_dict(keep_vars=True).items():
         if name in names and isinstance(value, torch.Tensor) and value.isnan().any():
             raise ValueError(
-                f"{name}: expected the model to give it values, since the folder has none; found "
-                "that it does not"
+                f"{name}: expected _init_weights or reset_parameters to initialize it, because the "
+                "folder does not contain it; found NaN"
             )
 
 
@@ -239,6 +239,7 @@ def load_pretrained(
     All ranks raise each error. Weights are unchanged after any error except a failed read.
     """
     engine = engine_of_model(model_or_engine)
+    engine.await_ranks()
     group = engine.ranks.control_group
     found, initialization = Match(), Initialization()
     replaced: set[str] | None = None
@@ -341,9 +342,11 @@ def _mismatches(
         values = "got PEFT's initial values" if are_new else "keep the model's values"
         parts.append(f"it has none of {len(adapters)} tensors of adapters, which {values}")
     if others := [name for name in report.missing if name not in set(adapters)]:
-        parts.append(f"not there, and as the model made them: {', '.join(others)}")
+        parts.append(
+            f"missing in the folder, initialized by the model or unchanged: {', '.join(others)}"
+        )
     if report.unexpected:
-        parts.append(f"there, and not in the model: {', '.join(report.unexpected)}")
+        parts.append(f"in the folder, but not in the model: {', '.join(report.unexpected)}")
     return f"{WHAT}: {folder}: {'; '.join(parts)}"
 
 

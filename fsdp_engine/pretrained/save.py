@@ -70,6 +70,7 @@ def save_pretrained(
     engine = engine_of_model(model_or_engine)
     model: Any = engine.model
     directory = Path(folder)
+    engine.await_ranks()
     if adapters_only(model):
         save_adapters(engine, directory, dtype, tokenizer)
         return
@@ -96,8 +97,12 @@ def save_pretrained(
         export_sources(WHAT, sources, directory, dtype, max_shard_size, ranks=ranks, stem=stem)
     except Exception as caught:  # raised on all ranks
         error = caught
-        if hidden:
-            os.replace(directory / BEFORE, directory / CONFIG)
+        try:
+            if hidden:
+                os.replace(directory / BEFORE, directory / CONFIG)
+        except OSError as failed:
+            error = OSError(f"{caught}; its older {CONFIG} is still named {BEFORE}: {failed}")
+            error.__cause__ = caught
     else:
         try:
             if is_first:

@@ -156,6 +156,7 @@ def weight_stream(
     whose weights have changed during an iteration raise.
     """
     engine = engine_of_model(model_or_engine)
+    engine.await_ranks()
     stream = WeightStream(engine, dtype, changed_since, pieces=pieces, as_in_files=as_in_files)
     error: Exception | None = None
     try:
@@ -274,6 +275,7 @@ class WeightStream:
     def _begin(self) -> tuple[list[Group], Any]:
         """Check that all ranks have a plan. Returns the plan and the state of the weights.
         Collective."""
+        self._engine.await_ranks()
         error: Exception | None = None
         groups: list[Group] = []
         try:
@@ -291,8 +293,8 @@ class WeightStream:
         """Check that weights have not changed since ``state`` was taken."""
         if self._state() != state:
             raise RuntimeError(
-                "weight_stream: expected weights to stay as they are until the iteration is at its "
-                "end; found them changed, by a step of an optimizer, a load or an edit"
+                "weight_stream: expected unchanged weights during the iteration; found them "
+                "changed by a step of an optimizer, a load or an edit"
             )
 
     def _full(self) -> Iterator[Item]:

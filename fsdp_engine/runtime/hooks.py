@@ -579,7 +579,8 @@ def _refuse_transform(unit: Unit) -> None:
         raise RuntimeError(
             f"forward of {unit.label} within a transform such as torch.func.grad, vjp or jvp: "
             "expected loss.backward() or torch.autograd.grad, which sharded models support; found "
-            "the transform. Or transform a model that is not sharded (engine.full_state_dict has the weights)"
+            "the transform. Or transform a model that is not sharded (engine.full_state_dict has "
+            "the weights)"
         )
 
 

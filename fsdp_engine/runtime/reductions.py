@@ -374,10 +374,10 @@ class Reductions:
             RuntimeError: The gradients of a unit are reduced only once in a backward.
         """
         raise RuntimeError(
-            f"a gradient for unit {unit.label} was computed after its reduction had started: expected "
-            "one gradient per parameter and backward; found a second one (a parameter that is "
-            "used in several re-entrant checkpoints?). Put the modules that share it into one "
-            "unit, or use checkpoint(..., use_reentrant=False)"
+            f"a gradient for unit {unit.label} was computed after its reduction had started: "
+            "expected one gradient per parameter and backward; found a second one (a parameter "
+            "that is used in several re-entrant checkpoints?). Put the modules that share it into "
+            "one unit, or use checkpoint(..., use_reentrant=False)"
         )
 
     def unit_is_ready(self, unit: Unit) -> None:

@@ -264,8 +264,8 @@ def find_units(
                 inner = [each for each in names if each.startswith(f"{name}.")]
                 if inner:
                     raise ValueError(
-                        "units: expected no module of a unit inside another module of the same unit; "
-                        f"found {inner[0]} inside {name}"
+                        "units: expected no module of a unit inside another module of the same "
+                        f"unit; found {inner[0]} inside {name}"
                     )
             sets[names] = modules
     ordered = sorted(sets.items(), key=lambda item: places[item[0][0]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import gc
 import json
 import os
@@ -13,7 +14,7 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from fsdp_engine.checkpoint.manifest import FORMAT_VERSION, MANIFEST, Manifest
 from fsdp_engine.checkpoint.run_state import RandomUse, random_state
 from tests import reference
 from tests.checkpoint.scene import (
+    Counting,
     Values,
     add_one,
     contents,
@@ -52,6 +54,7 @@ from tests.checkpoint.scene import (
 )
 from tests.models import Mlp, Transformer
 from tests.pool import Ranks, on_few_ranks, on_ranks
+from tests.reference import full_weights
 
 # --- loaded values; test_round_trips.py has every level ---
 
@@ -393,6 +396,47 @@ def test_the_latest_are_kept_and_what_died_jobs_left_is_removed(tmp_path: Path) 
     assert fake_checkpoint(directory, 100) == directory.complete()[100] != again
 
 
+def test_a_folder_that_cannot_be_removed_is_named_and_the_next_save_tries_again(
+    tmp_path: Path,
+) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    for number in (1, 2):
+        fake_checkpoint(directory, number)
+    with (
+        patch.object(shutil, "rmtree", lambda *args, **options: None),
+        pytest.warns(UserWarning, match=r"\.removing-step-00000001 could not be removed"),
+    ):
+        directory.retire(1)
+    assert visible(tmp_path) == [".removing-step-00000001", "step-00000002"]
+    directory.clean()
+    assert visible(tmp_path) == ["step-00000002"]
+
+
+@on_ranks(2)
+def test_an_error_while_older_checkpoints_are_removed_is_a_warning() -> None:
+    folder = shared_folder()
+    checkpointer = fe.Checkpointer(folder, fe.shard(nn.Linear(2, 2)), keep=1)
+    checkpointer.save(1)
+    with (
+        failing(CheckpointDirectory, "retire", on_rank=0),
+        warned_first(r"save\(2\): older checkpoints .*could not be removed: .*No space left"),
+    ):
+        checkpointer.save(2)
+        checkpointer.wait()
+    assert checkpointer.steps() == [1, 2]
+    checkpointer.save(3)
+    checkpointer.wait()
+    assert checkpointer.steps() == [3]
+
+
+def test_a_lock_that_fails_is_closed(tmp_path: Path) -> None:
+    directory = CheckpointDirectory(tmp_path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with failing(fcntl, "flock"), pytest.raises(OSError, match="No space left"):
+        directory.begin()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
 def test_a_directory_that_was_made_anew_is_locked_again(tmp_path: Path) -> None:
     path = tmp_path / "run"
     job, other = CheckpointDirectory(path), CheckpointDirectory(path)
@@ -567,7 +611,8 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
 
     folder = shared_folder()
     model, engine, optimizer = small()
-    fe.Checkpointer(folder, engine, optimizer, extra={"data": Values(3)}).save(1)
+    with closing(fe.Checkpointer(folder, engine, optimizer, extra={"data": Values(3)})) as saver:
+        saver.save(1)
     train(model, optimizer)
     before = contents(model, optimizer)
     checkpointer = fe.Checkpointer(folder, engine, optimizer, extra={"data": Refusing()})
@@ -575,6 +620,30 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert not different(contents(model, optimizer), before)
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
     assert different(contents(model, optimizer), before)
+    # A sharded tensor is read with the weights, and its object gets its state afterwards.
+    shadow = {"data": Values(next(model.parameters()).detach().clone())}
+    with closing(fe.Checkpointer(folder, engine, optimizer, extra=shadow)) as saver:
+        saver.save(2)
+    raises_each((Exception, "planted", partial(checkpointer.load, 2)))
+
+
+@on_ranks(2)
+def test_a_module_whose_extra_state_was_not_saved_keeps_it() -> None:
+    class Strict(Counting):
+        def set_extra_state(self, state: Any) -> None:
+            self.calls = {"list": state["list"], "forward": state["forward"]}
+
+    folder = shared_folder()
+    model = nn.Sequential(nn.Linear(3, 3))
+    fe.Checkpointer(folder, fe.shard(model)).save(1)
+    other = nn.Sequential(nn.Linear(3, 3), Strict())
+    other[1].calls = {"forward": 3, "list": [1, 2]}
+    checkpointer = fe.Checkpointer(folder, fe.shard(other))
+    report = checkpointer.load(strict=False)
+    assert report.problems == ["missing model.1._extra_state: expected an object; found nothing"]
+    assert other[1].calls == {"forward": 3, "list": [1, 2]}
+    loaded = full_weights(other)
+    assert all(torch.equal(loaded[name], value) for name, value in full_weights(model).items())
 
 
 @on_ranks(2)

@@ -199,7 +199,7 @@ def load_damaged(work: str, way: str, num: int) -> dict[str, int]:
                 assert "optimizer.param_groups" in text or "damaged" in text, (case, text)
             elif done not in ("removed", "other") or name not in (MANIFEST, METADATA):
                 assert name in text, f"{case}: {text}"
-            outcome = "half way" if "half way" in text else "before"
+            outcome = "half way" if "failed halfway" in text else "before"
         else:
             outcome = "loaded"
         counts[outcome] += 1
@@ -381,7 +381,7 @@ def test_engines_by_name_are_unusable_after_a_failed_load_until_they_are_loaded_
     on_rank_0(lambda: shutil.copytree(f"{folder}/whole", f"{folder}/damaged"))
     # The last rank's file has no `extra`, which is read before weights.
     on_rank_0(lambda: flip(max(Path(f"{folder}/damaged").glob("__shards_*"))))
-    with pytest.raises(RuntimeError, match="half way"):
+    with pytest.raises(RuntimeError, match="failed halfway"):
         fe.load_checkpoint(f"{folder}/damaged", engines)
     x = torch.ones(1, 256)
     save = partial(fe.save_checkpoint, f"{folder}/no", engines)

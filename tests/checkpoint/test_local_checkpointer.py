@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -268,6 +269,9 @@ def test_a_damaged_manifest_is_another_nodes_to_replace_and_a_copy_is_an_error()
         with warned:
             assert checkpointer.load().step == 1
         assert different(contents(model, optimizer), expected) == []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            raises_each((Exception, "is not loaded", checkpointer.load))
         checkpointer.save(2)
         if rank() == 0:
             flip(next(Path(root).glob("node0/step-*2/__shards_*_0_*.distcp")))

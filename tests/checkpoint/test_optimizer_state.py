@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_engine.memory import allocator
 from tests import models, reference
 from tests.checkpoint.moved_state import (
     Maker,
@@ -32,6 +34,7 @@ from tests.checkpoint.scene import (
     step,
     train,
     two_groups,
+    update,
 )
 from tests.models import Mlp
 from tests.pool import on_few_ranks, on_ranks
@@ -247,3 +250,23 @@ WRAPPERS: dict[str, Any] = {
 @on_few_ranks
 def test_an_optimizer_whose_state_is_a_plain_dict(wrapper: str) -> None:
     check_plain_dict_state(WRAPPERS[wrapper])
+
+
+@on_ranks(2)
+def test_a_load_does_not_allocate_full_states_of_sharded_parameters() -> None:
+    model = nn.Linear(64, 32, bias=False)
+    engine = fe.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    update(model(torch.ones(2, 64)).sum(), optimizer)
+    folder = shared_folder()
+    fe.save_checkpoint(folder, engine, optimizer)
+    zeros, shapes = allocator.zeros, []
+
+    def recorded(shape: Any, dtype: torch.dtype, device: Any) -> Tensor:
+        made = zeros(shape, dtype, device)
+        shapes.append((tuple(made.shape), made.device.type))
+        return made
+
+    with patch.object(allocator, "zeros", recorded):
+        fe.load_checkpoint(folder, engine, optimizer)
+    assert ((32, 64), "cpu") not in shapes

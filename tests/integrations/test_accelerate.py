@@ -248,7 +248,7 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(level: str) -> None:
     local = LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2)
     uneven = partial(loop.accelerator.join_uneven_inputs, [loop.model])
     raises_each(
-        (ValueError, "part of it", partial(loop.accelerator.prepare, loop.model.model)),
+        (ValueError, "of a sharded model", partial(loop.accelerator.prepare, loop.model.model)),
         (NotImplementedError, "LocalSGD, .* use LocalSGD with", local.__enter__),
         (ValueError, r"Iterate over engine\.even_batches", uneven),
     )

@@ -125,6 +125,13 @@ def test_files_of_other_strategies_come_in() -> None:
     assert train(fabric, model, optimizer, first=4) == pytest.approx(expected, rel=1e-5)
     fabric.load_raw(folder / "raw.ckpt", model)
     torch.testing.assert_close(model(torch.ones(2, 4)).detach(), raw)
+    ddp.save(folder / "y.ckpt", {"step": 7})
+    state = {"model": model, "step": 0}
+    with pytest.raises(KeyError, match="found \\['model'\\]"):
+        fabric.load(folder / "y.ckpt", state)
+    assert fabric.load(folder / "y.ckpt", state, strict=False) == {}
+    assert state["step"] == 7
+    torch.testing.assert_close(model(torch.ones(2, 4)).detach(), raw)
 
 
 @on_ranks(2)

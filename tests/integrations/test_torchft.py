@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from torchft.checkpointing.transport_test import run_multi_recovery_test
 
 import fsdp_engine as fe
+from fsdp_engine.integrations import managed_replica
 from fsdp_engine.integrations.microbatch_sums import MicrobatchSums, share_of
 from fsdp_engine.integrations.state_transport import StateTransport
 from fsdp_engine.integrations.torchft import ElasticReplicas
+from tests.checkpoint.scene import failing
 from tests.integrations.launching import Launched
 from tests.integrations.lighthouses import lighthouse_for
 from tests.pool import on_ranks
@@ -206,7 +208,7 @@ def test_a_torn_state_is_not_trained_with() -> None:
             replica._load(replica._state())
         replica._manager.report_error(ConnectionError("for a test"))
         assert not replica.commit()
-        with pytest.raises(RuntimeError, match="expected one of a single step on all ranks"):
+        with pytest.raises(RuntimeError, match="expected all ranks of this replica at one step"):
             list(replica.microbatches())
 
 
@@ -292,6 +294,12 @@ def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
     for mesh in (alone, of_all):
         with pytest.raises((TimeoutError, RuntimeError)):  # on all ranks of a replica
             Replica("http://localhost:1", mesh=mesh, timeout=0.5)
+    with (
+        lighthouse(1) as join,
+        failing(managed_replica, "Manager", on_rank=1),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        join(mesh=of_all)
     for number, expected in (
         (0, "num_microbatches: expected at least 1; found 0"),
         (1, "lighthouse: expected an address"),

@@ -99,7 +99,7 @@ def test_a_new_head_stays_as_the_model_made_it() -> None:
     assert head.abs().sum() > 0
     with pytest.raises(ValueError, match=r"missing classifier\.weight"):
         fe.load_pretrained(engine, folder)
-    warned = "not there, and as the model made them: classifier.weight, classifier.bias"
+    warned = "initialized by the model or unchanged: classifier.weight, classifier.bias"
     warns = pytest.warns(UserWarning, match=warned) if dist.get_rank() == 0 else nullcontext()
     with warns:
         report = fe.load_pretrained(engine, folder, strict=False)
@@ -277,6 +277,29 @@ def test_a_failure_leaves_the_older_model() -> None:
     assert not (Path(folder) / "config.json.before").exists()
     assert in_files(Path(folder)).keys() == before.keys()
     transformers.LlamaForCausalLM.from_pretrained(folder)
+    dist.barrier()
+    # The folder fails again when the older config gets its name back.
+    last = failing(os, "replace", on_rank=0, after=1)
+    with failing(os, "pwrite"), last, pytest.raises(OSError, match="No space left") as caught:
+        fe.save_pretrained(engine, folder)
+    assert dist.get_rank() or "its older config.json is still named config.json.before" in str(
+        caught.value
+    )
+    assert (Path(folder) / "config.json.before").is_file()
+
+
+@on_ranks(2)
+def test_ranks_that_still_evaluate_take_part_in_a_save() -> None:
+    folder, model = shared_folder(), build("llama")
+    engine = fe.shard(model, initial_values="rank0")
+    tokens = torch.arange(8).view(1, 8)
+    with engine.together(), torch.no_grad():
+        for _ in range(1 + 3 * dist.get_rank()):
+            model(input_ids=tokens)
+        fe.save_pretrained(engine, folder)
+        for _ in range(4 - 3 * dist.get_rank()):
+            model(input_ids=tokens)
+        fe.load_pretrained(engine, folder)
 
 
 KILLED = """

@@ -185,16 +185,29 @@ def _gathered(
         names: Names of the tensors.
         dtype: Dtype of floating-point tensors. None: that of each tensor.
         keeps: Whether this rank returns the tensors; other ranks return an empty dict.
+
+    Raises:
+        Exception: A tensor cannot be copied to host memory. All ranks raise.
     """
     found: dict[str, Tensor] = {}
+    error: Exception | None = None
     params = {alias for b in engine.buffers for record in b.records for alias in record.aliases}
     state = engine.model.state_dict()
     for name in names:
         value = engine.full_tensor(name) if name in params else state[name]
-        if keeps:
-            cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
-            found[name] = value.detach().to("cpu", cast, copy=True)
+        try:
+            if keeps and error is None:
+                found[name] = _copied_to_host(value, dtype)
+        except Exception as caught:  # the other ranks gather the remaining tensors
+            error = caught
+            found.clear()
+    agree("save_pretrained", error, engine.ranks.control_group)
     return found
+
+
+def _copied_to_host(value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    cast = dtype if dtype is not None and value.is_floating_point() else value.dtype
+    return value.detach().to("cpu", cast, copy=True)
 
 
 def _write(

@@ -145,7 +145,8 @@ def check_is_stored(model: nn.Module, adapter: str) -> None:
         if own != ["embedding.weight"]:
             raise ValueError(
                 f"adapter: expected {adapter!r} to be stored as it is trained; found a "
-                f"{type(encoder).__name__} with {', '.join(own)}, of which PEFT stores the outcome"
+                f"{type(encoder).__name__} with {', '.join(own)}, and PEFT stores the output of "
+                "this network"
             )
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import fsdp_engine as fe
-from tests.checkpoint.scene import shared_folder
+from fsdp_engine.extensions.adapters import adapter_folder
+from tests.checkpoint.scene import failing, shared_folder
 from tests.extensions.adapters.peft_models import CONFIGS, adapted, llama, lora, peft
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.pretrained.families import FAMILIES
@@ -261,6 +262,18 @@ def test_a_merged_model_has_no_adapter_to_save() -> None:
         fe.save_pretrained(engine, f"{folder}/adapter")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize("kind", ["lora", "prefix"])
+@on_ranks(2)
+def test_tensors_that_the_first_rank_cannot_copy_are_an_error_on_all_ranks(kind: str) -> None:
+    folder = shared_folder()
+    engine = fe.shard(adapted(kind))
+    fault = failing(adapter_folder, "_copied_to_host", on_rank=0)
+    with fault, pytest.raises(OSError, match="No space left"):
+        fe.save_pretrained(engine, folder)
+    fe.save_pretrained(engine, folder)
+    assert (Path(folder) / "adapter_config.json").is_file()
 
 
 @on_ranks(2)

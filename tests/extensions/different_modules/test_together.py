@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.comm import activity
+from fsdp_engine.integrations.checkpoint_folder import (
+    atomic_folder,
+    load_folder,
+    save_folder,
+)
 from tests import reference
 from tests.checkpoint.scene import shared_folder, update
 from tests.extensions.different_modules import maze
@@ -150,6 +156,18 @@ def save_a_run(engine: fe.Engine, optimizer: torch.optim.Optimizer, folder: str)
     assert run.load().step == 1
 
 
+def stream_twice(engine: fe.Engine, *_: Any) -> None:
+    stream = fe.weight_stream(engine, pieces=True)
+    for _ in range(2):
+        evaluate(engine.model, 3 * reference.rank_and_size()[0])
+        list(stream)
+
+
+def save_atomically(engine: fe.Engine, _: Any, folder: str) -> None:
+    with atomic_folder(Path(folder), engine):
+        pass
+
+
 # Calls one after the other, between which ranks evaluate.
 CALLS: dict[str, list[Callable[[fe.Engine, torch.optim.Optimizer, str], Any]]] = {
     "a collective of the user's": [lambda engine, *_: sum_of_ranks(engine)],
@@ -163,6 +181,20 @@ CALLS: dict[str, list[Callable[[fe.Engine, torch.optim.Optimizer, str], Any]]] =
         lambda engine, optimizer, folder: fe.load_checkpoint(folder, engine, optimizer),
     ],
     "Checkpointer": [save_a_run],
+    "weight_stream": [
+        lambda engine, *_: list(fe.weight_stream(engine)),
+        lambda engine, *_: list(fe.weight_stream(engine, pieces=True)),
+    ],
+    "an iteration of a weight_stream": [stream_twice],
+    "load_pretrained": [
+        lambda engine, _, folder: fe.export_safetensors(engine, folder),
+        lambda engine, _, folder: fe.load_pretrained(engine, folder),
+    ],
+    "save_folder": [
+        lambda engine, optimizer, folder: save_folder(Path(folder), engine, [optimizer], {}),
+        lambda engine, optimizer, folder: load_folder(Path(folder), engine, [optimizer]),
+    ],
+    "atomic_folder": [save_atomically],
     "export_safetensors": [
         lambda engine, _, folder: fe.export_safetensors(engine, folder),
         lambda engine, _, folder: fe.load_safetensors(engine, folder),

@@ -209,6 +209,20 @@ def test_a_replica_that_joins_a_repeated_exchange_has_no_part_in_the_mean() -> N
 
 
 @on_ranks(2)
+def test_a_replica_whose_sender_is_lost_before_a_repeated_exchange_trains_the_period() -> None:
+    """The replica of both ranks has joined an exchange, and forms the quorum of it alone."""
+    expected = Simulation(1)
+    with lighthouse(1) as join:
+        replica = join(mesh_of(1, 2)["inner"], 0, "optim")
+        for _ in range(2):
+            replica.replicas._has_joined_exchange = True
+            assert replica.train() == 1
+            expected.run([0])
+            replica.check(expected.shared)
+        assert replica.replicas.step == 2
+
+
+@on_ranks(2)
 def test_replicas_with_other_arguments_refuse_each_other() -> None:
     other = partial(torch.optim.AdamW, lr=1e-3)
     options = {"outer_optimizer": other} if dist.get_rank() else {}
