@@ -22,7 +22,7 @@ from fsdp_engine.planner.batch_search import (
 from fsdp_engine.planner.candidates import Candidate, merged_extensions
 from fsdp_engine.planner.fewer_blocks import Repeated, of_all_blocks
 from fsdp_engine.planner.outcome import Outcome, Trial
-from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest
+from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest, metadata_of
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
 from fsdp_engine.planner.simulation.operations import OperationCache
@@ -186,7 +186,8 @@ class Job:
             inputs = _doubled(inputs)
         row = None
         if self.cache is not None and not candidate.has_own_policy:
-            row = digest((repr(candidate), self.microbatches, inputs))
+            shapes = tree_map_only(Tensor, metadata_of, inputs)  # simulations read no values
+            row = digest((repr(candidate), self.microbatches, shapes))
         if self.cache is not None and row is not None:
             found = self.cache.get(row)
             if found is not None:
