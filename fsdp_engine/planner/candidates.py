@@ -165,6 +165,18 @@ def recomputed_by(checkpointing: Activations) -> Any:
     return activations and activations.Recompute.of(checkpointing)
 
 
+def activations_of(given: Iterable[object] | None) -> Activations:
+    """Returns the value of ``checkpointing`` that stands for the activations of given extensions;
+    None if no extension handles activations."""
+    activations = find_module("activations")
+    for each in given or () if activations is not None else ():
+        if isinstance(each, activations.Recompute):
+            return each
+        if isinstance(each, activations.OffloadActivations):
+            return OFFLOAD
+    return None
+
+
 def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:
     """Returns the given extensions, and those of ``candidate`` that no given one replaces."""
     known = [*(given or ())]

@@ -451,6 +451,7 @@ class StrategyPlan:
                 for each in self.outcomes
             ),
             trials=(),
+            replan=None if self.replan is None else partial(self.replan, memory=memory),
         )
 
     def full(self) -> StrategyPlan:
@@ -460,7 +461,8 @@ class StrategyPlan:
         Raises:
             ValueError: The plan was loaded.
         """
-        return self._again(quick=False)
+        # The new plan's own `replan` lacks the limit of `within`.
+        return dataclasses.replace(self._again(quick=False), replan=self.replan)
 
     def training(self, items: float, price: float | None = None) -> TrainingRun:
         """Returns days, GPU hours, model flops utilization and cost of a training run.

@@ -191,6 +191,15 @@ def test_levels_that_do_not_allow_it_are_left_out() -> None:
     assert pairs == [(LEVELS[-1], "no_shard"), (LEVELS[-1], LEVELS[-1])]
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_plan_leaves_them_out(quick: bool, simulated: list[Any]) -> None:
+    """A quick plan, which first leaves out those that are too large, too."""
+    found = plan(EVERYTHING, quick=quick, meshes=((2, 2), (4,)))
+    kept = {(each.candidate.strategy, each.candidate.mesh) for each in found.outcomes}
+    assert kept == {(LEVELS[-1], (4,)), (LEVELS[-1], (2, 2))}
+    assert all(each.candidate.offload == EVERYTHING for each in found.outcomes)
+
+
 @pytest.mark.thorough
 def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert least(EVERYTHING) < 0.9 * least(HOST)
