@@ -209,6 +209,12 @@ def _save(planning: StrategyPlan, outputs: Outputs) -> None:
         save_page(planning, outputs.html, step)
     if outputs.trace is not None and step is not None:
         step.save_trace(outputs.trace)
+    elif outputs.trace is not None:
+        typer.echo(
+            "--trace: expected a plan by simulations; found one by formulas, which have no "
+            f"timeline. {outputs.trace} was not written.",
+            err=True,
+        )
     raise typer.Exit(_status(planning))
 
 
