@@ -364,8 +364,9 @@ def test_the_planned_machine_has_its_own_price(simulated: list[Any]) -> None:
             for options in (one, "--compare h100,a100 --price 2.5,3")
         )
         for first in ("Training on", "Words, "):  # the sentence, and the last table
-            assert found[found.rindex(first) :].split("\n\n")[0] == (
-                expected[expected.rindex(first) :].split("\n\n")[0]
+            assert (
+                found[found.rindex(first) :].split("\n\n")[0]
+                == (expected[expected.rindex(first) :].split("\n\n")[0])
             )
 
 

@@ -89,6 +89,23 @@ def test_a_mesh_of_the_users_model_gives_the_same() -> None:
         assert found.sent_bytes == expected.sent_bytes
 
 
+def test_meshes_of_views_have_the_ranks_of_the_views() -> None:
+    found: list[Any] = []
+
+    def build() -> nn.Module:
+        every = torch.arange(2 * NUM_RANKS)
+        for ranks in (every, every.view(2, 4).t(), every.view(2, 4).t()[1:, :1], every[1::2]):
+            found.append(DeviceMesh("cpu", ranks))
+        return Model()
+
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    fe.simulate(build, 2 * NUM_RANKS, batch=batch, options=OPTIONS)
+    every = torch.arange(2 * NUM_RANKS)
+    columns = every.view(2, 4).t()
+    expected = [each.tolist() for each in (every, columns, columns[1:, :1], every[1::2])]
+    assert [each.mesh.tolist() for each in found[-4:]] == expected
+
+
 def all_gather(x: Tensor, group: Any) -> None:
     dist.all_gather_into_tensor(torch.cat([x] * group.size()), x, group)
 
