@@ -91,8 +91,8 @@ class Candidate:
             f"{'everything' if len(each) == number else ' and '.join(each)} on the {place}"
             for place, each in names.items()
         ]
-        texts += ["stepped there"] * (offload.step_on == allocator.HOST)
-        texts += ["stepped beside forward"] * offload.overlap_forward
+        texts += ["updated by the host"] * (offload.step_on == allocator.HOST)
+        texts += ["updated during the next forward"] * offload.overlap_forward
         return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
 
     @property

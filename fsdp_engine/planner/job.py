@@ -266,9 +266,8 @@ class Job:
         if candidate.places == {"optimizer_state": allocator.HOST}:
             beside = replace(candidate, offload=replace(offload, overlap_forward=True))
             if self.request.options.where.host_runs_ahead and beside != candidate:
-                tries["steps beside forward (`overlap_forward=True`)"] = lambda: self.outcome(
-                    beside, limit
-                )
+                change = "optimizer steps during the next forward (`overlap_forward=True`)"
+                tries[change] = lambda: self.outcome(beside, limit)
         found = []
         for change, run in tries.items():
             try:

@@ -74,7 +74,9 @@ def run_plan(values: Mapping[str, Any]) -> None:
         if planning.chosen is not None:
             questions.answer(planning)
     except SimulationError as error:
-        raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
+        raise typer.BadParameter(
+            f"{error}. Use --formulas to plan without running the model."
+        ) from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
     _save(planning, outputs)

@@ -130,8 +130,8 @@ class PlanOptions(PlanFields):
         self._check_global_batch()
         if self.tensor_parallel == AUTO and self.parallelize is not None:
             raise ValueError(
-                "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' asks "
-                "the plan that a model of transformers has; found 'auto'"
+                "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' reads "
+                "the model's tp_plan; found 'auto'"
             )
         for name in ("formulas", "progress", "quick", "cache", "compile"):
             check_type(name, getattr(self, name), bool, "True or False")

@@ -430,7 +430,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--tensor-parallel auto --outer 2", "--outer: expected numbers for --tensor-parallel"),
         ("--machine wrong.json", "line 3, processor: expected memory_bandwidth: a number"),
         ("--machine binary.json", "binary.json: expected a machine as"),
-        ("--microbatch-sizes 1,x", "--microbatch-sizes: expected such as 1,2,4; found '1,x'"),
+        (
+            "--microbatch-sizes 1,x",
+            "--microbatch-sizes: expected positive numbers, such as 1,2,4; found '1,x'",
+        ),
         ("--memory -1", "--memory: expected GiB, more than 0; found -1.0"),
         ("--figure nowhere/a.png", "--figure: expected a file that can be written; found"),
         ("--figure a.words", "--figure: expected a file that ends with one of"),

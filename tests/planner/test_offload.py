@@ -220,7 +220,9 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert "Offloaded optimizer state is not enough." in str(planning)
     kept = planned(None).within(least(EVERYTHING))
     assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
-    assert "Everything on the host is not enough." in str(planned(EVERYTHING).within(1024.0))
+    assert "No candidate fits with optimizer state, main weights" in (
+        str(planned(EVERYTHING).within(1024.0))
+    )
 
 
 ACTIVATION_LANES = names_of_copies("activations")
@@ -296,6 +298,8 @@ def test_steps_beside_forward_are_a_trial() -> None:
     found = {each.candidate: each.rate for each in beside.outcomes}
     rate = found[replace(chosen.candidate, offload=replace(HOST, overlap_forward=True))]
     assert trial.speedup == pytest.approx(rate / chosen.rate)
-    assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
-    assert "optimizer state on the host, stepped beside forward: " in str(beside)
+    assert "With optimizer steps during the next forward (`overlap_forward=True`): " in str(
+        planning
+    )
+    assert "optimizer state on the host, updated during the next forward: " in str(beside)
     assert not any("overlap_forward" in each.change for each in beside.trials)

@@ -129,8 +129,8 @@ def all_to_all(x: Tensor, group: Any) -> None:
 
 
 def all_to_all_of_lists(x: Tensor, group: Any) -> None:
-    lists = [[x.clone() for _ in range(group.size())] for _ in range(2)]
-    dist.all_to_all(*lists, group)
+    received, sent = ([x.clone() for _ in range(group.size())] for _ in range(2))
+    dist.all_to_all(received, sent, group)
 
 
 def broadcast(x: Tensor, group: Any) -> None:
