@@ -269,7 +269,7 @@ def test_a_model_that_fails_is_an_error_and_whether_formulas_fit_is_unknown() ->
         for each in ("Narrow", "Branching")
     )
     output = run(narrow, status=2)
-    assert "Use " not in output
+    assert "per step" not in joined(output)  # no recommendation
     assert "planned_models.py" in joined(output).replace(" ", "")
     assert "--formulas" in joined(output)
     assert len(cells(run(f"{narrow} --formulas", status=FIT_UNKNOWN))) == 4
