@@ -91,8 +91,8 @@ class Candidate:
             f"{'everything' if len(each) == number else ' and '.join(each)} on the {place}"
             for place, each in names.items()
         ]
-        texts += ["stepped there"] * (offload.step_on == allocator.HOST)
-        texts += ["stepped beside forward"] * offload.overlap_forward
+        texts += ["updated by the host"] * (offload.step_on == allocator.HOST)
+        texts += ["updated during the next forward"] * offload.overlap_forward
         return ", ".join([*texts, *["activations on the host"] * (self.checkpointing == OFFLOAD)])
 
     @property
@@ -163,6 +163,18 @@ def recomputed_by(checkpointing: Activations) -> Any:
     """Returns the ``fe.Recompute`` that the value selects; None if nothing is recomputed."""
     activations = find_module("activations")
     return activations and activations.Recompute.of(checkpointing)
+
+
+def activations_of(given: Iterable[object] | None) -> Activations:
+    """Returns the value of ``checkpointing`` that stands for the activations of given extensions;
+    None if no extension handles activations."""
+    activations = find_module("activations")
+    for each in given or () if activations is not None else ():
+        if isinstance(each, activations.Recompute):
+            return each
+        if isinstance(each, activations.OffloadActivations):
+            return OFFLOAD
+    return None
 
 
 def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:

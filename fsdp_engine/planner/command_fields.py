@@ -131,7 +131,7 @@ class PlanFields(GivenOptions):
         panel=_CANDIDATES,
     )
     tensor_parallel: int | Sequence[int] | str = option(
-        "ranks that share each matrix, by the plan that a model of transformers has; several to "
+        "ranks that share each matrix, as in the tp_plan of a model of transformers; several to "
         "try, such as 1,8; auto: all that fit a node",
         1,
         type=str,
@@ -152,7 +152,7 @@ class PlanFields(GivenOptions):
         panel=_CANDIDATES,
     )
     schedules: str | Sequence[str] = option(
-        "of pipelines, by torch's names, such as 1F1B,ZBVZeroBubble",
+        "schedules of pipelines to try, as named by torch, such as 1F1B,ZBVZeroBubble",
         "1F1B",
         type=str,
         parse=lambda text, _: text.split(","),
@@ -162,9 +162,9 @@ class PlanFields(GivenOptions):
     stages: Stages | None = None
     stage_loss: Callable[[Any, Any], Tensor] | None = None
     checkpointing: Iterable[Activations] | None = option(
-        "candidates with activation checkpointing of each block, or without; selective: but for "
-        "attention and every second product; offload: with their activations on the host; auto: "
-        "off, selective and on, and offload where it may be the fastest, but with --offload none",
+        "recompute whole blocks (on), some operations (selective) or nothing (off) in backward; "
+        "both: try off and on; offload: store activations on the host; auto: try off, selective "
+        "and on, and with --full also offload where it may be the fastest, unless --offload none",
         None,
         name="recompute",
         type=Recompute,
@@ -213,7 +213,7 @@ class PlanFields(GivenOptions):
         panel=_SIMULATION,
     )
     cache: bool = option(
-        "simulate rows that are in the cache folder, and keep none there",
+        "neither read results from the cache folder nor write them",
         False,
         name="no_cache",
         parse=lambda is_off, _: not is_off,
@@ -272,19 +272,22 @@ class Details:
         panel=_SIMULATION,
     )
     dtype: torch.dtype = option(
-        "of weights in forward and backward, such as bf16 or bfloat16",
+        "dtype of weights in forward and backward, such as bf16 or bfloat16",
         "fp32",
         type=str,
         parse=parsed_dtype,
     )
     main_dtype: torch.dtype = option(
-        "of the optimizer's weights", "fp32", type=str, parse=parsed_dtype
+        "dtype of the optimizer's weights", "fp32", type=str, parse=parsed_dtype
     )
     grad_dtype: torch.dtype = option(
-        "of gradients between microbatches", "fp32", type=str, parse=parsed_dtype
+        "dtype of gradients between microbatches", "fp32", type=str, parse=parsed_dtype
     )
     reduce_dtype: torch.dtype | None = option(
-        "of gradient reductions; default: --grad-dtype", None, type=str | None, parse=parsed_dtype
+        "dtype of gradient reductions; default: --grad-dtype",
+        None,
+        type=str | None,
+        parse=parsed_dtype,
     )
     optimizer_bytes: float = option(
         "without --batch: bytes of optimizer state per element; AdamW: 8",
@@ -313,7 +316,7 @@ class QuestionFields:
     panel: ClassVar[str] = "Questions"
 
     tokens: float | None = option(
-        "of a training run, such as 15e12: its days, GPU hours and MFU",
+        "length of a training run in tokens, such as 15e12; prints its days, GPU hours and MFU",
         None,
         parse=parsed_number,
         needs=Needs.simulation,

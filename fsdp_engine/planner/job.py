@@ -22,7 +22,13 @@ from fsdp_engine.planner.batch_search import (
 from fsdp_engine.planner.candidates import Candidate, merged_extensions
 from fsdp_engine.planner.fewer_blocks import Repeated, of_all_blocks
 from fsdp_engine.planner.outcome import Outcome, Trial
-from fsdp_engine.planner.plan_cache import JobCache, cache_of, compiler_settings, digest
+from fsdp_engine.planner.plan_cache import (
+    JobCache,
+    cache_of,
+    compiler_settings,
+    digest,
+    metadata_of,
+)
 from fsdp_engine.planner.plan_request import PlanRequest
 from fsdp_engine.planner.progress import PlanProgress
 from fsdp_engine.planner.simulation.operations import OperationCache
@@ -186,7 +192,8 @@ class Job:
             inputs = _doubled(inputs)
         row = None
         if self.cache is not None and not candidate.has_own_policy:
-            row = digest((repr(candidate), self.microbatches, inputs))
+            shapes = tree_map_only(Tensor, metadata_of, inputs)  # simulations read no values
+            row = digest((repr(candidate), self.microbatches, shapes))
         if self.cache is not None and row is not None:
             found = self.cache.get(row)
             if found is not None:
@@ -209,9 +216,10 @@ class Job:
         return found
 
     def _with_fewer_blocks(self, candidate: Candidate, inputs: Any) -> Outcome | None:
-        """Returns the outcome of the full model, extrapolated from simulations of fewer blocks.
-        None if the model has no repeated blocks or does not run with fewer blocks, or if its
-        figures are not linear in the number of blocks."""
+        """Returns the outcome of the full model, extrapolated from simulations of fewer blocks. If
+        the model does not run with fewer blocks, returns the outcome of a simulation of all blocks.
+        None if the model has no repeated blocks, or if its figures are not linear in the number of
+        blocks."""
         repeated = self.repeated
         if repeated is None:
             return None
@@ -220,8 +228,11 @@ class Job:
         except SimulationError as error:
             if error.needs_values:
                 raise
-            self.repeated = None  # the model does not run with fewer blocks
-            return None
+            # This simulation raises an error if the candidate fails with all blocks, too. Then the
+            # others may still run with fewer blocks.
+            whole = self._outcome_of(candidate, inputs, self._simulate(candidate, inputs))
+            self.repeated = None
+            return whole
         outcomes = [self._outcome_of(candidate, inputs, each) for each in found]
         return of_all_blocks(repeated, found, outcomes)
 
@@ -255,9 +266,8 @@ class Job:
         if candidate.places == {"optimizer_state": allocator.HOST}:
             beside = replace(candidate, offload=replace(offload, overlap_forward=True))
             if self.request.options.where.host_runs_ahead and beside != candidate:
-                tries["steps beside forward (`overlap_forward=True`)"] = lambda: self.outcome(
-                    beside, limit
-                )
+                change = "optimizer steps during the next forward (`overlap_forward=True`)"
+                tries[change] = lambda: self.outcome(beside, limit)
         found = []
         for change, run in tries.items():
             try:

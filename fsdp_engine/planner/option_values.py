@@ -97,7 +97,7 @@ def parsed_sizes(text: str, option: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:
-        raise ValueError(f"{option}: expected such as 1,2,4; found {text!r}")
+        raise ValueError(f"{option}: expected positive numbers, such as 1,2,4; found {text!r}")
     return sizes
 
 

@@ -4,18 +4,21 @@
 A row is found by the digest of everything that is simulated: the modules of the model with all
 their attributes, shapes, dtypes and functions, the shapes of the batch, the functions of the loss
 and of the optimizer, the options of ``fe.shard``, the machine, the candidate, and the versions of
-fsdp_engine, torch and Python. The file also lists the source files that were loaded when its rows
-were written (of this package, of the model and of the libraries that it uses), with their sizes and
-modification times; if one of them differs, the rows are ignored. A process does not use the cache
-if its own sources changed after it started, or if the job cannot be described because it has
-functions or classes defined in an interpreter, or objects that cannot be pickled.
+fsdp_engine, torch and Python. Values of tensors are part of it if a simulation may read them, as
+those of a ``BlockMask``; the tensors of the batch are fake in a simulation and have no values. The
+file also lists the source files that were loaded when its rows were written (of this package, of
+the model and of the libraries that it uses), with their sizes and modification times; if one of
+them differs, the rows are ignored. A process does not use the cache if its own sources changed
+after it started, or if the job cannot be described because it has functions or classes defined in
+an interpreter, or objects that cannot be pickled.
 
-Values of tensors, and values that functions read while they run (the environment, a file, a changed
-module variable), are not part of the digest.
+Values that functions read while they run (the environment, a file, a changed module variable) are
+not part of the digest.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import io
 import json
@@ -36,6 +39,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fsdp_engine.planner.outcome import Outcome
 
@@ -96,11 +100,17 @@ class JobCache:
         folder = self._path.parent
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".new", delete=False) as file:
-            file.write(text)
-        Path(file.name).replace(self._path)
-        every = sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
-        for path in every[:-_MOST_JOBS]:
-            path.unlink(missing_ok=True)
+            new = Path(file.name)
+            try:
+                file.write(text)
+                file.close()
+                new.replace(self._path)
+            finally:
+                new.unlink(missing_ok=True)
+        # Other processes may delete files meanwhile, which then have no time.
+        times = _stats(map(str, folder.glob("*.json")))
+        for path in sorted(times, key=lambda path: times[path][1])[:-_MOST_JOBS]:
+            Path(path).unlink(missing_ok=True)
 
 
 def cache_of(parts: Mapping[str, Any], folder: Path | None = None) -> JobCache | None:
@@ -144,7 +154,8 @@ def compiler_settings(model: nn.Module, compiles: bool) -> tuple[list[str], list
 
 def digest(value: Any) -> str | None:
     """Returns the SHA-256 digest of a value with everything that it contains. Tensors are described
-    by their shapes, functions by their code. None: a part of the value cannot be described."""
+    by their metadata and values, functions by their code. None: a part of the value cannot be
+    described."""
     stream = io.BytesIO()
     try:
         _Describer(stream).dump(value)
@@ -153,20 +164,28 @@ def digest(value: Any) -> str | None:
     return hashlib.sha256(stream.getvalue()).hexdigest()
 
 
+def metadata_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns the shape, layout in memory, type and dtype of a tensor."""
+    layout: tuple[Any, ...] = (str(tensor.layout),)
+    if tensor.layout == torch.strided:
+        layout = tensor.stride(), tensor.storage_offset()
+    kind = type(tensor).__qualname__, str(tensor.dtype), tensor.requires_grad
+    return tuple(tensor.shape), layout, kind
+
+
 class _Describer(pickle._Pickler):  # the pickler in C does not pass sets to the override
     """A pickler whose output is only used to compute a digest."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
+        self._local_classes: list[type] = []
 
     def reducer_override(self, value: Any) -> Any:
         """Describe tensors, functions, classes and sets, and leave other objects to pickle."""
         if value is _described:
             return NotImplemented
         if isinstance(value, Tensor):
-            shape = (tuple(value.shape), value.stride(), value.storage_offset())
-            kind = (type(value).__qualname__, str(value.dtype), value.requires_grad)
-            return _described, ("tensor", shape, kind)
+            return _described, ("tensor", _values_of(value), metadata_of(value))
         if isinstance(value, set | frozenset):
             return _described, ("set", sorted(map(repr, value)))
         if _HASH in getattr(value, "__dict__", {}):
@@ -179,15 +198,41 @@ class _Describer(pickle._Pickler):  # the pickler in C does not pass sets to the
             return _described, ("method", value.__self__, value.__func__)
         if isinstance(value, type):
             _check_source(value)
-            if "<locals>" in value.__qualname__:  # its functions may have captured values
-                functions = {
-                    name: each
-                    for name, each in vars(value).items()
-                    if isinstance(each, types.FunctionType)
-                }
-                return _described, ("class", value.__qualname__, value.__bases__, functions)
+            if "<locals>" in value.__qualname__:
+                return _described, ("class", value.__qualname__, *self._parts_of_class(value))
             return _described, ("class", value.__module__, value.__qualname__)
         return NotImplemented
+
+    def _parts_of_class(self, value: type) -> tuple[Any, ...]:
+        """Returns the bases and attributes of a local class, which may contain captured values. If
+        its functions capture the class itself, as those that call ``super()`` do, it is described
+        there by a number."""
+        if value in self._local_classes:
+            return (self._local_classes.index(value),)
+        self._local_classes.append(value)
+        attributes: dict[str, Any] = {}
+        for name, each in vars(value).items():
+            if isinstance(each, property):
+                attributes[name] = each.fget, each.fset, each.fdel
+            elif isinstance(each, staticmethod | classmethod):
+                attributes[name] = type(each), each.__func__
+            elif not isinstance(each, types.GetSetDescriptorType):  # `__dict__`, `__weakref__`
+                attributes[name] = each
+        return value.__bases__, attributes
+
+
+def _values_of(tensor: Tensor) -> str | None:
+    """Returns the digest of a tensor's values; None if it has no values.
+
+    Raises:
+        PicklingError: The tensor is of a subclass, or has no strides.
+    """
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        raise pickle.PicklingError(f"the values of a {type(tensor).__name__} are not described")
+    kept = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return hashlib.sha256(ctypes.string_at(kept.data_ptr(), kept.nbytes)).hexdigest()
 
 
 def _described(*_: object) -> None:
@@ -206,10 +251,7 @@ def _check_source(value: Any) -> None:
 
 
 def _parts_of(function: types.FunctionType) -> tuple[Any, ...]:
-    # A cell with a class is assumed to be the cell of `super()`. Describing that class would repeat
-    # the function. Other classes that a function captures are therefore not told apart.
-    cells = [each.cell_contents for each in function.__closure__ or ()]
-    values = ["class" if isinstance(each, type) else each for each in cells]
+    values = [each.cell_contents for each in function.__closure__ or ()]
     return _code_parts(function.__code__), values, function.__defaults__, function.__kwdefaults__
 
 

@@ -74,7 +74,9 @@ def run_plan(values: Mapping[str, Any]) -> None:
         if planning.chosen is not None:
             questions.answer(planning)
     except SimulationError as error:
-        raise typer.BadParameter(f"{error}. (--formulas plans without running it.)") from error
+        raise typer.BadParameter(
+            f"{error}. Use --formulas to plan without running the model."
+        ) from error
     except (ValueError, TypeError) as error:
         raise typer.BadParameter(str(error)) from error
     _save(planning, outputs)
@@ -209,6 +211,12 @@ def _save(planning: StrategyPlan, outputs: Outputs) -> None:
         save_page(planning, outputs.html, step)
     if outputs.trace is not None and step is not None:
         step.save_trace(outputs.trace)
+    elif outputs.trace is not None:
+        typer.echo(
+            "--trace: expected a plan by simulations; found one by formulas, which have no "
+            f"timeline. {outputs.trace} was not written.",
+            err=True,
+        )
     raise typer.Exit(_status(planning))
 
 

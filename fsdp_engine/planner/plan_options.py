@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdp_engine.kernel_interface import allocator, find_module
-from fsdp_engine.planner.candidates import check_checkpointing
+from fsdp_engine.planner.candidates import activations_of, check_checkpointing
 from fsdp_engine.planner.command_fields import PlanFields
 from fsdp_engine.planner.option_values import AUTO, SELECTIVE
 from fsdp_engine.planner.outcome import USABLE
@@ -63,7 +63,8 @@ class PlanOptions(PlanFields):
             False, "selective" and True. A full plan then also tries "offload", unless ``offload``
             is None, for candidates whose activations do not fit and that would be the fastest if
             copies took no time. If a model does not work with "selective", the planner warns and
-            leaves it out.
+            leaves it out. If ``extensions`` has an ``fe.Recompute`` or ``fe.OffloadActivations``,
+            all candidates use it, and this must be None.
         microbatch_sizes: Microbatch sizes to try. None: only the size of the batch.
         microbatches: Number of forwards and backwards per step.
         global_batch: Tokens or samples of a step on all ranks. For each candidate the planner
@@ -113,6 +114,12 @@ class PlanOptions(PlanFields):
                 check_callable(name, function, "a function, or None")
         for each in self.activations:
             check_checkpointing(each)
+        given = activations_of(self.shard.get("extensions"))
+        if given is not None and self.checkpointing is not None:
+            raise ValueError(
+                "checkpointing: expected None with extensions that recompute or offload "
+                f"activations; found {self.checkpointing!r} with {given!r}"
+            )
         for name, what, values in (
             ("microbatch_sizes", "sizes", self.sizes),
             ("sequences", "lengths", self.lengths),
@@ -123,8 +130,8 @@ class PlanOptions(PlanFields):
         self._check_global_batch()
         if self.tensor_parallel == AUTO and self.parallelize is not None:
             raise ValueError(
-                "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' asks "
-                "the plan that a model of transformers has; found 'auto'"
+                "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' reads "
+                "the model's tp_plan; found 'auto'"
             )
         for name in ("formulas", "progress", "quick", "cache", "compile"):
             check_type(name, getattr(self, name), bool, "True or False")
@@ -159,6 +166,8 @@ class PlanOptions(PlanFields):
     def activations(self) -> list[Any]:
         """Values of ``checkpointing`` to try."""
         kinds = "True, False, 'selective' ..., in a tuple"
+        if (given := activations_of(self.shard.get("extensions"))) is not None:
+            return [given]
         default = [False] if find_module("activations") is None else [False, SELECTIVE, True]
         return self._several("checkpointing", kinds, default)
 

@@ -73,9 +73,10 @@ class PlanRequest:
             return  # functions written in C may have no signature
         except TypeError as error:
             shown = ", ".join(["size"] * has_sizes + ["sequence=length"] * has_lengths)
+            since = ", since microbatch_sizes, global_batch or sequences are given" * bool(shown)
             raise ValueError(
-                f"batch: expected a function that can be called as batch({shown}), with what "
-                f"microbatch_sizes, global_batch and sequences ask for; found: {error}"
+                f"batch: expected a function that can be called as batch({shown}){since}; found: "
+                f"{error}"
             ) from error
 
     def _check_degrees(self) -> None:

@@ -65,9 +65,7 @@ def measure_machine(
     path: Annotated[Path, typer.Argument(help="JSON file for the figures")],
     threads: Annotated[int, typer.Option(help="threads of each rank on a CPU")] = 1,
     seconds: Annotated[float, typer.Option(help="measurement time of each figure")] = 1.0,
-    folder: Annotated[
-        Path | None, typer.Option(help="of a local disk, to measure that, too")
-    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="folder of a local disk to measure")] = None,
     compile: Annotated[
         bool, typer.Option("--compile", help="measure kernels of torch.compile, too")
     ] = False,

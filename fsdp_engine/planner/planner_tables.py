@@ -159,9 +159,9 @@ def _short_offload(text: str) -> str:
     """Returns a short text such as "state, acts" for "optimizer state on the host, activations on
     the host"."""
     for long, short in (
-        *((" on the host", ""), (" on the", ""), ("optimizer state", "state")),
-        *(("everything", "all"), ("main weights", "weights"), ("activations", "acts")),
-        *((" and ", "+"), (", stepped there", "")),
+        *((", updated by the host", ""), (" on the host", ""), (" on the", "")),
+        *(("optimizer state", "state"), ("everything", "all"), ("main weights", "weights")),
+        *(("activations", "acts"), (" and ", "+")),
     ):
         text = text.replace(long, short)
     return text

@@ -43,6 +43,14 @@ class Questions(QuestionFields):
     def _prices(self) -> tuple[float | None, ...]:
         return self.price or (None,)
 
+    def _price_of(self, planning: StrategyPlan) -> float | None:
+        """Returns the price of the planned machine; None if it is unknown."""
+        if len(self._prices) == 1:
+            return self._prices[0]
+        machines = [machine for _, machine in named_machines(self.compare or ())]
+        prices = zip(machines, self._prices, strict=True)
+        return next((price for machine, price in prices if machine == planning.machine), None)
+
     def answer(self, planning: StrategyPlan) -> None:
         """Print the answers for a plan with a candidate that fits."""
         for sentence in self._sentences(planning):
@@ -53,8 +61,7 @@ class Questions(QuestionFields):
 
     def _sentences(self, planning: StrategyPlan) -> Iterator[str]:
         if self.tokens is not None:
-            price = self._prices[0] if len(self._prices) == 1 else None
-            yield str(planning.training(self.tokens, price))
+            yield str(planning.training(self.tokens, self._price_of(planning)))
         if self.checkpoint_bandwidth is not None:
             assert planning.chosen is not None
             num_bytes = planning.chosen.checkpoint_bytes
@@ -71,6 +78,6 @@ class Questions(QuestionFields):
             yield planning.compare(self.compare), self._prices
         if self.scaling:
             scaling = planning.scaling()
-            yield scaling, self._prices[:1]
+            yield scaling, (self._price_of(planning),)
             if self.scaling_figure is not None:
                 save_scaling_figure(scaling, self.scaling_figure)

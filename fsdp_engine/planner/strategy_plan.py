@@ -103,9 +103,10 @@ def _beyond_accuracy(candidate: Candidate) -> list[str]:
     """Returns a caveat if the stated accuracy does not cover the candidate's parallelism."""
     found = ["context parallelism"] * (candidate.context_parallel > 1)
     found += ["pipelines"] * (candidate.pipeline > 1)
-    return [f"These steps had no {' or '.join(found)}, for which times are less sure."] * bool(
-        found
+    text = (
+        f"The compared steps did not use {' or '.join(found)}; times of this plan are less certain."
     )
+    return [text] * bool(found)
 
 
 def _limit(setting: Setting) -> str:
@@ -234,8 +235,8 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
     is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
     if is_slow and "main_weights" in chosen.candidate.places:
         lines.append(
-            "The host works on weights in its memory once a step, and compute waits: more "
-            "microbatches make steps rarer."
+            "The host works on weights in its memory once per step, and compute waits for it. More "
+            "microbatches per step reduce the share of this wait."
         )
     elif is_slow:
         compiled = "" if setting.is_compiled else " (torch.compile)"
@@ -272,7 +273,9 @@ def _nothing_fits(setting: Setting, outcomes: Sequence[Outcome]) -> list[str]:
     tried = {role for each in outcomes for role in each.candidate.places}
     known = [nearest.memory.get(kind, 0) for kind in KIND_OF_OFFLOADED.values()]
     if tried == KIND_OF_OFFLOADED.keys():
-        lines.append("Everything on the host is not enough.")
+        lines.append(
+            "No candidate fits with optimizer state, main weights and gradients on the host."
+        )
     elif tried:
         lines.append("Offloaded optimizer state is not enough.")
     elif nearest.lacking <= known[0]:
@@ -451,6 +454,7 @@ class StrategyPlan:
                 for each in self.outcomes
             ),
             trials=(),
+            replan=None if self.replan is None else partial(self.replan, memory=memory),
         )
 
     def full(self) -> StrategyPlan:
@@ -460,7 +464,8 @@ class StrategyPlan:
         Raises:
             ValueError: The plan was loaded.
         """
-        return self._again(quick=False)
+        # The new plan's own `replan` lacks the limit of `within`.
+        return dataclasses.replace(self._again(quick=False), replan=self.replan)
 
     def training(self, items: float, price: float | None = None) -> TrainingRun:
         """Returns days, GPU hours, model flops utilization and cost of a training run.

@@ -153,7 +153,7 @@ class _Planning:
                 "global_batch: expected a size whose microbatches the schedules of pipelines take; "
                 f"found {options.global_batch}"
             )
-        found = self._allowed(self._without_hopeless(every))
+        found = self._without_hopeless(self._allowed(every))
         if not found:
             self._estimate(every[-1])  # raises the error
         return found
@@ -300,7 +300,7 @@ class _Planning:
 
     def _without_hopeless(self, tried: list[Candidate]) -> list[Candidate]:
         """Returns the candidates whose weights and optimizer state may fit, by formulas, or the
-        first candidate if there are none. A full plan also keeps all purely data-parallel
+        first candidate if none may fit. A full plan also keeps all purely data-parallel
         candidates. Tensor and pipeline parallelism divide these bytes by at most their number of
         ranks. State of an optimizer other than the default is not counted, since its size is
         unknown."""

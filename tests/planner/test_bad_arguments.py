@@ -121,7 +121,10 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({**GLOBAL, "formulas": True}, "global_batch: expected a plan that runs"),
     ({**GLOBAL, "microbatch_sizes": (4,)}, "expected a divisor of a rank's 6 rows in a step"),
     ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
-    ({"batch": lambda size: TOKENS}, BATCH + r"batch\(\), .* missing a required argument: 'size'"),
+    (
+        {"batch": lambda size: TOKENS},
+        BATCH + r"batch\(\); found: missing a required argument: 'size'",
+    ),
     ({"batch": lambda: TOKENS, "microbatch_sizes": (1, 2)}, BATCH + r"batch\(size\), .* too many"),
     (
         {"batch": lambda: TOKENS, "sequences": (8,)},

@@ -269,7 +269,7 @@ def test_a_model_that_fails_is_an_error_and_whether_formulas_fit_is_unknown() ->
         for each in ("Narrow", "Branching")
     )
     output = run(narrow, status=2)
-    assert "Use " not in output
+    assert "per step" not in joined(output)  # no recommendation
     assert "planned_models.py" in joined(output).replace(" ", "")
     assert "--formulas" in joined(output)
     assert len(cells(run(f"{narrow} --formulas", status=FIT_UNKNOWN))) == 4
@@ -354,6 +354,29 @@ def test_questions_are_answered_below_the_plan_within_the_terminal(
     assert "tokens/s of one rank" in figure
 
 
+def test_the_planned_machine_has_its_own_price(simulated: list[Any]) -> None:
+    """In the run of tokens and for other numbers of ranks; without a cost if it is not known."""
+    asked = f"{OF_WORDS} --recompute off --tokens 1e12 --scaling"
+    for machine, price in (("a100", 3), ("h100", 2.5), ("h200", None)):
+        one = "" if price is None else f"--price {price}"
+        expected, found = (
+            run(f"{asked} --machine {machine} {options}", columns=120)
+            for options in (one, "--compare h100,a100 --price 2.5,3")
+        )
+        for first in ("Training on", "Words, "):  # the sentence, and the last table
+            assert (
+                found[found.rindex(first) :].split("\n\n")[0]
+                == (expected[expected.rindex(first) :].split("\n\n")[0])
+            )
+
+
+def test_a_plan_by_formulas_has_no_timeline(folder: Path) -> None:
+    of_values = "--model planned_models:Branching --batch planned_models:words --world 2"
+    output = run(f"{of_values} --trace trace.json", status=FIT_UNKNOWN, columns=200)
+    assert "--trace: expected a plan by simulations; found one by formulas" in output
+    assert not (folder / "trace.json").exists()
+
+
 def test_a_terminal_shows_rows_as_they_are_found(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -407,7 +430,10 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--tensor-parallel auto --outer 2", "--outer: expected numbers for --tensor-parallel"),
         ("--machine wrong.json", "line 3, processor: expected memory_bandwidth: a number"),
         ("--machine binary.json", "binary.json: expected a machine as"),
-        ("--microbatch-sizes 1,x", "--microbatch-sizes: expected such as 1,2,4; found '1,x'"),
+        (
+            "--microbatch-sizes 1,x",
+            "--microbatch-sizes: expected positive numbers, such as 1,2,4; found '1,x'",
+        ),
         ("--memory -1", "--memory: expected GiB, more than 0; found -1.0"),
         ("--figure nowhere/a.png", "--figure: expected a file that can be written; found"),
         ("--figure a.words", "--figure: expected a file that ends with one of"),

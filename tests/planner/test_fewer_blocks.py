@@ -94,6 +94,36 @@ def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full() -> None:
     assert level_3.memory == fe.simulate(Uneven, batch=torch.zeros(4, 8), **options).memory
 
 
+@pytest.mark.parametrize("fails_in_full", [True, False])
+@pytest.mark.filterwarnings("ignore:plan. left out")
+def test_a_candidate_that_fails_does_not_make_others_run_in_full(
+    fails_in_full: bool,
+) -> None:
+    """They run in full if it only works with all blocks."""
+    depths: dict[bool, list[int]] = {False: [], True: []}  # of selective candidates, of later ones
+    simulate = job.simulate
+
+    def failing(build: Any, *args: Any, options: Any, **named: Any) -> fe.Simulation:
+        depth, policies = len(build().blocks), [each.policy for each in options.shard["extensions"]]
+        depths[policies == [None]].append(depth)
+        if policies == ["selective"] and (fails_in_full or depth < DEPTH):
+            raise fe.SimulationError("forward", "does not recompute")
+        return simulate(build, *args, options=options, **named)
+
+    with patch.object(job, "simulate", failing):
+        fe.plan(
+            *(deep, words),
+            world_size=2,
+            meshes=[(2,)],
+            machine=DEVICE,
+            offload=None,
+            quick=True,
+            **({} if fails_in_full else {"checkpointing": ("selective", True)}),
+        )
+    assert DEPTH in depths[False]
+    assert (DEPTH in depths[True]) is not fails_in_full
+
+
 def blocks_of(*kinds: Any) -> nn.Module:
     model = nn.Module()
     model.layers = nn.ModuleList(kinds)

@@ -191,6 +191,15 @@ def test_levels_that_do_not_allow_it_are_left_out() -> None:
     assert pairs == [(LEVELS[-1], "no_shard"), (LEVELS[-1], LEVELS[-1])]
 
 
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_plan_leaves_them_out(quick: bool, simulated: list[Any]) -> None:
+    """A quick plan, which first leaves out those that are too large, too."""
+    found = plan(EVERYTHING, quick=quick, meshes=((2, 2), (4,)))
+    kept = {(each.candidate.strategy, each.candidate.mesh) for each in found.outcomes}
+    assert kept == {(LEVELS[-1], (4,)), (LEVELS[-1], (2, 2))}
+    assert all(each.candidate.offload == EVERYTHING for each in found.outcomes)
+
+
 @pytest.mark.thorough
 def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert least(EVERYTHING) < 0.9 * least(HOST)
@@ -211,7 +220,9 @@ def test_everything_is_on_the_host_if_state_there_is_not_enough() -> None:
     assert "Offloaded optimizer state is not enough." in str(planning)
     kept = planned(None).within(least(EVERYTHING))
     assert "Main weights, gradients and optimizer state on the host may be enough." in str(kept)
-    assert "Everything on the host is not enough." in str(planned(EVERYTHING).within(1024.0))
+    assert "No candidate fits with optimizer state, main weights" in (
+        str(planned(EVERYTHING).within(1024.0))
+    )
 
 
 ACTIVATION_LANES = names_of_copies("activations")
@@ -287,6 +298,8 @@ def test_steps_beside_forward_are_a_trial() -> None:
     found = {each.candidate: each.rate for each in beside.outcomes}
     rate = found[replace(chosen.candidate, offload=replace(HOST, overlap_forward=True))]
     assert trial.speedup == pytest.approx(rate / chosen.rate)
-    assert "With steps beside forward (`overlap_forward=True`): " in str(planning)
-    assert "optimizer state on the host, stepped beside forward: " in str(beside)
+    assert "With optimizer steps during the next forward (`overlap_forward=True`): " in str(
+        planning
+    )
+    assert "optimizer state on the host, updated during the next forward: " in str(beside)
     assert not any("overlap_forward" in each.change for each in beside.trials)

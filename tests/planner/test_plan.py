@@ -208,6 +208,22 @@ def test_a_model_that_reads_values_is_planned_by_formulas(tmp_path: Path) -> Non
     assert (tmp_path / "unknown.png").stat().st_size > 1000
 
 
+def test_candidates_have_the_activations_of_given_extensions(simulated: list[Any]) -> None:
+    given: dict[str, Any] = {"world_size": 2, "meshes": [(2,)]}
+    for extension, recomputed, offloaded in (
+        (fe.Recompute(), "blocks", ""),
+        (fe.Recompute(policy="selective", every=2), "selective, every 2nd", ""),
+        (fe.OffloadActivations(), "no", "activations on the host"),
+    ):
+        found = fe.plan(Words, words, extensions=[extension], **given)
+        candidates = [each.candidate for each in found.outcomes]
+        assert {each.recomputed for each in candidates} == {recomputed}
+        assert {each.offloaded for each in candidates} == {offloaded}
+        assert found.arguments()["extensions"] == [extension]
+        with pytest.raises(ValueError, match="checkpointing: expected None with extensions that"):
+            fe.plan(Words, words, extensions=[extension], checkpointing=(True,), **given)
+
+
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planned_tightly().save(path)

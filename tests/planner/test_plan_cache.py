@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import fsdp_engine as fe
 from fsdp_engine.planner import job, plan_cache, strategy_search
@@ -172,6 +174,71 @@ def test_a_digest_is_that_of_code_and_values() -> None:
     assert digest(each for each in ()) is None
 
 
+def optimizer_of(cls: type) -> Callable[..., Any]:
+    return lambda params: cls(params, lr=1e-3)
+
+
+def local_class(factor: float) -> type:
+    class Local(torch.optim.SGD):
+        default = factor
+
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, lr=self.default)
+
+        @property
+        def rate(self) -> float:
+            return factor
+
+        @staticmethod
+        def again(params: Any) -> Any:
+            return Local(params)
+
+    return Local
+
+
+def test_a_captured_class_is_part_of_the_digest() -> None:
+    """A class that is an argument itself, and a local class, too."""
+    for made in (optimizer_of, lambda cls: cls, lambda cls: partial(cls, lr=1e-3)):
+        found = [digest({"optimizer": made(cls)}) for cls in (torch.optim.SGD, torch.optim.AdamW)]
+        assert None not in found
+        assert found[0] != found[1]
+    assert digest(local_class(1.0)) == digest(local_class(1.0)) is not None
+    assert digest(local_class(1.0)) != digest(local_class(2.0))
+    assert digest(optimizer_of(local_class(1.0))) != digest(optimizer_of(local_class(2.0)))
+    assert digest(local_class(1.0).__init__) is not None
+
+
+def test_optimizers_captured_as_classes_are_of_different_jobs(
+    simulated: list[Any], no_sources: None
+) -> None:
+    for number, cls in enumerate((torch.optim.AdamW, torch.optim.SGD), 1):
+        planned(optimizer=optimizer_of(cls))
+        assert len(simulated) == number
+
+
+def mask_of(documents: int) -> BlockMask:
+    def is_same(_row: Any, _head: Any, query: Tensor, key: Tensor) -> Tensor:
+        return of_token[query] == of_token[key]
+
+    of_token = torch.arange(512).div(512 // documents, rounding_mode="floor")
+    return create_block_mask(is_same, 1, 1, 512, 512, device="cpu")
+
+
+def test_values_of_tensors_are_part_of_the_digest_but_not_those_of_the_batch(
+    simulated: list[Any], no_sources: None
+) -> None:
+    """Simulations read values of a mask's blocks, but tensors of the batch are fake."""
+    assert digest(mask_of(1)) == digest(mask_of(1)) is not None
+    assert digest(mask_of(1)) != digest(mask_of(4))
+    assert digest(torch.zeros(3)) != digest(torch.ones(3))
+    assert digest(nn.Parameter(torch.zeros(3))) != digest(nn.Parameter(torch.ones(3)))
+    assert digest(torch.zeros(3, device="meta")) is not None
+    assert digest(torch.eye(3).to_sparse()) is None  # not described, and therefore not cached
+    planned()
+    planned(batch=words() + 1)
+    assert len(simulated) == 1
+
+
 def test_a_changed_source_file_is_not_answered(simulated: list[Any]) -> None:
     """Of the engine, of the model, or of a library that it imports; nor is a damaged file."""
     expected = planned().outcomes
@@ -220,6 +287,24 @@ def test_the_oldest_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, simulated:
         os.utime(file, ns=(0, (10 - age) * 10**9))
     planned()
     assert sorted(each.name for each in cache_folder().glob("?.json")) == ["1.json"]
+
+
+def test_a_file_that_another_process_deletes_is_no_failure(
+    simulated: list[Any], no_sources: None
+) -> None:
+    """Nor does a failed write leave a file."""
+    cache_folder().mkdir(parents=True)
+    (cache_folder() / "gone.json").symlink_to("nowhere")  # is listed, but has no time
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        planned()
+    assert len(list(cache_folder().glob("*.json"))) >= 1
+    with (
+        patch.object(Path, "replace", side_effect=OSError("no space")),
+        pytest.warns(UserWarning, match="cache: rows are not kept: no space"),
+    ):
+        planned(microbatches=2)
+    assert not list(cache_folder().glob("*.new"))
 
 
 @pytest.mark.thorough

@@ -140,6 +140,20 @@ def test_machines_have_the_plans_that_they_have_alone() -> None:
     assert "slow" in str(slower)
 
 
+def test_the_limit_of_within_is_that_of_further_plans(simulated: list[Any]) -> None:
+    """Also of those that are made from a full plan, for other machines and numbers of ranks."""
+    planning = small_plan(meshes=[(WORLD,)])
+    for limit in (1e6, planning.outcomes[0].peak_bytes - 1.0):
+        tight = planning.within(2e6).within(limit)
+        assert {each.memory for each in (tight.setting, tight.full().setting)} == {limit}
+        assert bool(tight.full().chosen) == bool(tight.chosen)
+        for each in (tight, tight.full()):
+            rows = (*each.compare(("h100", "h200")).rows, *each.scaling((2, WORLD)).rows)
+            assert {row.setting.memory for row in rows} == {limit}
+    limits = [row.setting.memory for row in planning.full().compare(("h100", "h200")).rows]
+    assert limits == [0.9 * machine.processor.memory_bytes for machine in (fe.H100, fe.H200)]
+
+
 def test_numbers_of_ranks_have_a_row_each() -> None:
     found = small_plan(meshes=[(WORLD,)]).scaling((2, WORLD))
     assert [row.label for row in found.rows] == ["2", "16"]

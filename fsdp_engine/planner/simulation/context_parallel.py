@@ -135,7 +135,7 @@ class ContextParallel:
             raise ValueError(
                 "context_parallel: expected a model that calls "
                 "torch.nn.functional.scaled_dot_product_attention, which torch's context_parallel "
-                "replaces by ring attention; found no call"
+                "replaces by ring attention; found a forward that does not call it"
             )
 
     def _kernel(self) -> Callable[..., Tensor]:

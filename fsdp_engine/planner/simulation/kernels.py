@@ -248,8 +248,8 @@ class Kernels:
         return seconds
 
     def crowd(self) -> float:
-        """Returns the fraction of a CPU's time in which this thread could not compute products,
-        since other programs or other ranks used the CPU; 0 on a device."""
+        """Returns the fraction of this thread's turns on a CPU in which it could not compute
+        products, since other programs used the CPU; 0 on a device."""
         if not self._on_host:
             return 0.0
         operands = self._operands(torch.float32)
@@ -257,7 +257,7 @@ class Kernels:
         while time.perf_counter() - wall < self._seconds:
             _product(*operands)
         own = time.thread_time() - own
-        return self._agree(1.0 - own / (time.perf_counter() - wall))
+        return self._agree(max(1.0 - self._turns * own / (time.perf_counter() - wall), 0.0))
 
     def processor(
         self, dtypes: Sequence[torch.dtype], memory_bytes: float, compiled: bool = False

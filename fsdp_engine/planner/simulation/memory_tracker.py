@@ -133,7 +133,8 @@ class MemoryTracker:
         device."""
         key = tensor.untyped_storage()._cdata
         size = self._sizes[key]
-        if key in self._newest:
+        is_new = key in self._newest
+        if is_new:
             self.peak, num_before, at_place = self._before
             del self.series[num_before:]
             if at_place is None:
@@ -143,6 +144,10 @@ class MemoryTracker:
         self._made[self._kinds[key]] -= size
         self._kinds[key] = self._places[key] = place
         self.elsewhere[place] = self.elsewhere.get(place, 0) + size
+        if is_new and (others := self._newest - {key}):
+            before = self._before
+            self.sample()  # the record again has the other storages, unless they move, too
+            self._newest, self._before = others, before
 
     def place_of(self, tensor: Tensor) -> str | None:
         """Returns the place of a tensor; None if it is on the device."""

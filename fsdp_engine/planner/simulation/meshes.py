@@ -70,12 +70,13 @@ def _outside_of_modes(original: Any) -> Any:
 
 def _on_simulated_ranks(value: Any) -> Any:
     """Convert an argument of a mesh for simulated ranks: give values to a fake tensor, and replace
-    accelerators by the CPU. A fake tensor without a constant value is assumed to number the ranks
-    in order, as in ``init_device_mesh``."""
+    accelerators by the CPU. A fake tensor without a constant value is assumed to be a result of
+    ``torch.arange``, as in ``init_device_mesh``, or a view of one."""
     if isinstance(value, FakeTensor):
-        known = value.constant
-        ranks = torch.arange(value.numel(), device="cpu").view(value.shape)
-        return ranks if known is None else known
+        if value.constant is not None:
+            return value.constant
+        every = torch.arange(value.untyped_storage().nbytes() // value.itemsize, device="cpu")
+        return every.as_strided(value.shape, value.stride(), value.storage_offset())
     return "cpu" if isinstance(value, str) and value in ("cuda", "xpu", "npu", "hpu") else value
 
 

@@ -361,13 +361,13 @@ _FUNCTIONS |= {"native_layer_norm", "_fused_rms_norm", "native_batch_norm", "nat
 # Functions that remain in decomposed graphs. `pow` is usually a product there.
 _FUSED_FUNCTIONS = _FUNCTIONS - {"pow"}
 # Number of passes of the ring. In each pass a rank sends (n - 1) / n of the bytes in n - 1 hops.
-_RINGS = {
-    "_allgather_base_": 1,
-    "_reduce_scatter_base_": 1,
-    "allreduce_": 2,
-    "broadcast_": 1,
-}
-_ALL_TO_ALL, _SEND = "alltoall_base_", "send"
+_RINGS = {"_allgather_base_": 1, "allgather_": 1, "allgather_coalesced_": 1}
+_RINGS |= {"allgather_into_tensor_coalesced_": 1, "_reduce_scatter_base_": 1, "reduce_scatter_": 1}
+_RINGS |= {"reduce_scatter_tensor_coalesced_": 1, "allreduce_": 2, "allreduce_coalesced_": 2}
+_RINGS |= {"broadcast_": 1, "reduce_": 1, "gather_": 1, "scatter_": 1}
+# Collectives of which only one rank has the tensors of all ranks.
+_ROOTED = ("gather_", "scatter_")
+_ALL_TO_ALL, _ALL_TO_ALL_OF_LISTS, _SEND = "alltoall_base_", "alltoall_", "send"
 # Namespace of collectives that models issue, for example through DTensors.
 _MODEL_COLLECTIVES = "_c10d_functional"
 _MODEL_RINGS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "broadcast": 1}
@@ -713,20 +713,27 @@ class Operations(TorchDispatchMode):
 
     def _message(self, func: Any, args: Any) -> None:
         name = func._overloadpacket.__name__
-        if name not in _RINGS and name not in (_ALL_TO_ALL, _SEND):
+        if name not in _RINGS and name not in (_ALL_TO_ALL, _ALL_TO_ALL_OF_LISTS, _SEND):
             return  # counted as sending no data, for example a barrier, a wait or a receive
-        num_bytes = max(num_bytes_of(each) for each in tensors_of(args))
         group = next(each for each in map(_as_group, args) if each is not None)
         num_ranks, stride = group.size(), self._stride(group)
+        if name in _ROOTED:
+            num_bytes = num_ranks * max(map(num_bytes_of, tensors_of(args)))
+        else:
+            num_bytes = max(sum(map(num_bytes_of, tensors_of(each))) for each in args)
         machine = self._clock.machine
         if name == _SEND:
             link = machine.link_to(args[2] * stride)  # the simulated rank is the first of its node
             sent, seconds = float(num_bytes), link.seconds(num_bytes, 1)
-        elif name == _ALL_TO_ALL and args[3]:  # parts of different sizes, none for this rank
+        elif name == _ALL_TO_ALL_OF_LISTS or (name == _ALL_TO_ALL and args[3]):
             link = machine.link(num_ranks, stride)
-            output, source, _, from_ranks, to_ranks = args[:5]
-            received = [each * output.itemsize for each in from_ranks]
-            to_others = [each * source.itemsize for each in to_ranks]
+            if name == _ALL_TO_ALL:  # parts of different sizes, none for this rank
+                output, source, _, from_ranks, to_ranks = args[:5]
+                received = [each * output.itemsize for each in from_ranks]
+                to_others = [each * source.itemsize for each in to_ranks]
+            else:
+                received, to_others = ([*map(num_bytes_of, each)] for each in args[:2])
+                received[group.rank()] = to_others[group.rank()] = 0  # only copied
             sent = float(sum(to_others))
             seconds = exchange_seconds(machine, to_others, received, stride)
         else:

@@ -187,6 +187,15 @@ def test_nodes_of_different_numbers_of_ranks_are_refused() -> None:
         fe.planner.simulation.calibrate.calibrate(seconds=0.02)
 
 
+def test_ranks_that_share_cores_are_no_other_programs() -> None:
+    """Each of two threads per core has half of the time; with another program a quarter."""
+    now = time.perf_counter
+    for turns, part, expected in ((1.0, 1.0, 0.0), (2.0, 0.5, 0.0), (2.0, 0.25, 0.5)):
+        kernels = Kernels(torch.device("cpu"), turns, 0.02, same)
+        with patch.object(kernels_module.time, "thread_time", lambda: part * now()):  # noqa: B023
+            assert kernels.crowd() == pytest.approx(expected, abs=0.1)
+
+
 def test_both_directions_are_measured_as_they_are_simulated() -> None:
     # Copies that begin together end as the clock says, for the figures that are found for them.
     for link in (

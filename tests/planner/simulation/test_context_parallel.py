@@ -176,7 +176,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (8, {"batch": torch.zeros(2, 100, WIDTH)}, r"by 16, twice the .*; found 100 tokens and 8"),
     (2, {"batch": torch.zeros(16)}, "batch: expected a tensor with sequences in dimension 1"),
     (2, {"machine": HOST}, "torch has no ring attention for CPUs; found 2 on"),
-    (2, LINEAR, "replaces by ring attention; found no call"),
+    (2, LINEAR, "replaces by ring attention; found a forward that does not call it"),
     (2, {"build": not_causal}, "Load balancing requires `is_causal=True`"),
 ]
 

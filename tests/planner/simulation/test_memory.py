@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import fsdp_engine as fe
-from fsdp_engine.planner.simulation.memory_tracker import as_returned, lstm_workspace
+from fsdp_engine.planner.simulation.memory_tracker import MemoryTracker, as_returned, lstm_workspace
 from fsdp_engine.strategies import LEVELS
 from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST, MODELS, NUM_RANKS, Run, measured_all, planned
@@ -134,6 +134,23 @@ class Large(nn.Module):
 def test_a_batch_counts_and_tensors_on_the_meta_device_do_not() -> None:
     found = fe.simulate(Large, 2, batch=(torch.zeros(4), torch.zeros(1000)), strategy="no_shard")
     assert 4016 <= found.memory["activations"] < 5000
+
+
+def test_results_on_the_host_are_not_in_the_record() -> None:
+    """Two of one operation, or one of them."""
+    for count in (1, 2):
+        tracker = MemoryTracker()
+        tracker.watch(dict)
+        results = [torch.zeros(100), torch.zeros(100)]
+        tracker.place = lambda: ("forward", "norm")
+        tracker.made(results)
+        for each in results[:count]:
+            tracker.moved(each, "host")
+        on_device = 400 * (2 - count)
+        assert tracker.elsewhere == {"host": 400 * count}
+        assert sum(tracker.peak.values()) == on_device
+        assert sum(tracker.series[-1][1]) == on_device
+        assert sum(sum(each) for each in tracker.by_place.values()) == on_device
 
 
 def on_device(run: Run) -> fe.Simulation:

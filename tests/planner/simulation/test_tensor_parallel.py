@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,6 +87,120 @@ def test_a_mesh_of_the_users_model_gives_the_same() -> None:
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)
         assert found.memory == expected.memory
         assert found.sent_bytes == expected.sent_bytes
+
+
+def test_meshes_of_views_have_the_ranks_of_the_views() -> None:
+    found: list[Any] = []
+
+    def build() -> nn.Module:
+        every = torch.arange(2 * NUM_RANKS)
+        for ranks in (every, every.view(2, 4).t(), every.view(2, 4).t()[1:, :1], every[1::2]):
+            found.append(DeviceMesh("cpu", ranks))
+        return Model()
+
+    batch = torch.zeros(2, 8, dtype=torch.long)
+    fe.simulate(build, 2 * NUM_RANKS, batch=batch, options=OPTIONS)
+    every = torch.arange(2 * NUM_RANKS)
+    columns = every.view(2, 4).t()
+    expected = [each.tolist() for each in (every, columns, columns[1:, :1], every[1::2])]
+    assert [each.mesh.tolist() for each in found[-4:]] == expected
+
+
+def all_gather(x: Tensor, group: Any) -> None:
+    dist.all_gather_into_tensor(torch.cat([x] * group.size()), x, group)
+
+
+def all_gather_of_lists(x: Tensor, group: Any) -> None:
+    dist.all_gather([torch.empty_like(x) for _ in range(group.size())], x, group)
+
+
+def reduce_scatter(x: Tensor, group: Any) -> None:
+    dist.reduce_scatter_tensor(x.clone(), torch.cat([x] * group.size()), group=group)
+
+
+def reduce_scatter_of_lists(x: Tensor, group: Any) -> None:
+    dist.reduce_scatter(x.clone(), [x.clone() for _ in range(group.size())], group=group)
+
+
+def all_to_all(x: Tensor, group: Any) -> None:
+    dist.all_to_all_single(
+        torch.cat([x] * group.size()), torch.cat([x] * group.size()), group=group
+    )
+
+
+def all_to_all_of_lists(x: Tensor, group: Any) -> None:
+    received, sent = ([x.clone() for _ in range(group.size())] for _ in range(2))
+    dist.all_to_all(received, sent, group)
+
+
+def broadcast(x: Tensor, group: Any) -> None:
+    dist.broadcast(torch.cat([x] * group.size()), 0, group)
+
+
+def reduce(x: Tensor, group: Any) -> None:
+    dist.reduce(torch.cat([x] * group.size()), 0, group=group)
+
+
+def gather(x: Tensor, group: Any) -> None:
+    dist.gather(x, [torch.empty_like(x) for _ in range(group.size())], 0, group)
+
+
+def scatter(x: Tensor, group: Any) -> None:
+    dist.scatter(x.clone(), [x.clone() for _ in range(group.size())], 0, group)
+
+
+class WithCollective(nn.Module):
+    """A linear, after a collective of the tensor-parallel ranks."""
+
+    def __init__(self, collective: Callable[[Tensor, Any], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.collective = collective
+        self.group: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.collective(x, self.group)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("of_tensors", "of_lists"),
+    [
+        (all_gather, all_gather_of_lists),
+        (reduce_scatter, reduce_scatter_of_lists),
+        (all_to_all, all_to_all_of_lists),
+        (broadcast, reduce),
+        (broadcast, gather),
+        (broadcast, scatter),
+    ],
+)
+@pytest.mark.parametrize("size", [4, 16])
+def test_collectives_of_lists_take_the_time_of_those_of_tensors(
+    of_tensors: Any, of_lists: Any, size: int
+) -> None:
+    """Within a node, and over two nodes."""
+
+    def parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
+        model.group = mesh.get_group()
+        parallelize_module(model, mesh, {"linear": ColwiseParallel()})
+
+    one, other = (
+        fe.simulate(
+            partial(WithCollective, each),
+            32,
+            loss=Tensor.sum,
+            batch=torch.zeros(2**14, WIDTH),
+            tensor_parallel=size,
+            parallelize=parallelize,
+            options=OPTIONS,
+            strategy="optim",
+        )
+        for each in (of_tensors, of_lists)
+    )
+    assert one.sent_bytes["tensor"] == 4 * 2**14 * WIDTH * (size - 1)
+    assert one.sent_bytes == other.sent_bytes
+    seconds = one.message_seconds[MODEL_LANE]
+    assert other.message_seconds[MODEL_LANE] == pytest.approx(seconds, rel=1e-9)
 
 
 TOKENS = torch.arange(4 * 32).view(4, 32) % 256
