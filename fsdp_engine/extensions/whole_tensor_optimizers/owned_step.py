@@ -566,11 +566,16 @@ class OwnedStep(ChunkedStep):
 
         Returns:
             The error of the step on this rank, if any, and the first loss: the mean over ranks.
+
+        Raises:
+            BaseException: The closure failed. Raised also if the step handles the error, since
+                other ranks do not call the closure again.
         """
         (owners,) = self._owners
         (chunk,) = owners.chunks
         losses: list[Any] = []
         error: Exception | None = None
+        closure_error: BaseException | None = None
 
         def evaluate(closure: Callable[[], Any]) -> Any:
             if losses:
@@ -595,8 +600,15 @@ class OwnedStep(ChunkedStep):
 
         def on_owner(closure: Callable[[], Any]) -> Callable[[], Any]:
             def call() -> Any:
+                nonlocal closure_error
+                if closure_error is not None:
+                    raise closure_error
                 owners.tell(True)
-                return evaluate(closure)
+                try:
+                    return evaluate(closure)
+                except BaseException as caught:
+                    closure_error = caught
+                    raise
 
             return call
 
@@ -608,6 +620,8 @@ class OwnedStep(ChunkedStep):
                 self._step_chunk(optimizer, chunk, arguments, named)
             except Exception as caught:  # Continue: other ranks wait for weights.
                 error = caught
+            if closure_error is not None:  # Other ranks fail in the closure, and do not wait.
+                raise closure_error
             owners.tell(False)
         else:
             closures = [each for each in (*args[1:], *kwargs.values()) if callable(each)]
