@@ -491,6 +491,7 @@ def test_the_norm_does_not_depend_on_the_shards_and_is_exact() -> None:
     ("values", "wanted"),
     [
         ([0.0, -0.0], 0.0),
+        ([1.4e-45], 1.4e-45),  # the smallest fp32 number
         ([3e-45, 4e-45], 4e-45),
         ([1e38, 1e38], 1.4142135e38),
         ([3.4e38, 3.4e38], math.inf),
