@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.fixed_order_sums.exact_norm import exact_norm
+from fsdp_engine.extensions.fixed_order_sums.step_sums import LeafLoop
 from fsdp_engine.extensions.fixed_order_sums.tree_sum import TreeSum
 from fsdp_engine.strategies import LEVELS
 from tests.extensions.fixed_order_sums.scene import Net, Training, Values, batch_of
@@ -468,6 +470,22 @@ def test_an_inner_axis_of_three_is_refused_on_two_axes() -> None:
     setup: Any = SimpleNamespace(data=SimpleNamespace(size=6, **axes))
     with pytest.raises(ValueError, match=r"mesh: expected an inner axis .* power of two"):
         fe.FixedOrderSums(leaves=6).check(setup)
+
+
+def test_a_leaf_seeds_only_the_generators_that_its_loop_restores() -> None:
+    engine: Any = SimpleNamespace(
+        model=nn.Linear(2, 2), mesh=SimpleNamespace(device=torch.device("cpu"))
+    )
+    loop = LeafLoop(engine, 2, 0, 0)
+    with mock.patch.object(torch.cuda, "manual_seed_all") as all_devices:
+        loop.begin_leaf(0)
+        all_devices.assert_not_called()
+        expected = torch.initial_seed()
+        loop._device = mock.Mock()
+        loop.begin_leaf(0)
+    loop._device.manual_seed.assert_called_once_with(expected)
+    loop._device = None
+    loop.end()
 
 
 def norm_of(*shards: Tensor, order: float = 2.0) -> Tensor:
