@@ -113,7 +113,7 @@ class Recompute(EngineExtension):
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool):
-            raise TypeError(f"every: expected a whole number; found {self.every!r}")
+            raise TypeError(f"every: expected an integer; found {self.every!r}")
         if self.every < 1:
             raise ValueError(f"every: expected 1 or more; found {self.every}")
         policy = self.policy
@@ -187,10 +187,10 @@ def checkpoint_units(
     modules are not, nor are embeddings, which keep no activations. Of nested units, only the
     outermost is checkpointed. Key and value caches that are passed to a layer of ``transformers``
     stay empty in a checkpointed forward. If forward changes lists or dicts in its arguments, also
-    nested ones and those within tuples, the caller gets the changes of the first run, and the second run gets copies of the original
-    contents. Buffers that forward updates (running statistics, the vectors of spectral norm) are
-    updated in both runs, as with torch's ``checkpoint``: gradients through spectral norm are then
-    those of the second update.
+    nested ones and those within tuples, the caller gets the changes of the first run, and the
+    second run gets copies of the original contents. Buffers that forward updates (running
+    statistics, the vectors of spectral norm) are updated in both runs, as with torch's
+    ``checkpoint``: gradients through spectral norm are then those of the second update.
 
     Args:
         model: Any module.

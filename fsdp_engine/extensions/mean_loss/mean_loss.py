@@ -339,9 +339,8 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
         )
     if not all(each.sees_all_ranks for each in engine.reductions.observers):
         raise RuntimeError(
-            "mean_loss(): expected an engine whose reductions are all that gradients go through; "
-            "found an extension (replicas, or sums in a fixed order) that reduces them further. "
-            "Return the mean of a microbatch"
+            "mean_loss(): expected an engine without extensions that reduce gradients again; "
+            "found one (replicas, or sums in a fixed order). Return the mean of a microbatch"
         )
     losses = engine.extension(MeanLosses)
     if not losses.has_divisor:
@@ -407,8 +406,9 @@ def _check_penalties(buffers: Sequence[ParamAndGradBuffer]) -> None:
     for buffer in buffers:
         if (name := buffer.published.name_of_penalty) is not None:
             raise RuntimeError(
-                f"mean_loss(): expected gradients of samples' losses; found one of {name} as users "
-                "hold it, from a penalty that was computed with model.parameters() outside of the "
-                "modules' forwards. It is no mean over samples. Use the optimizer's weight_decay, "
-                "or add the penalty's gradient to .grad after backward"
+                f"mean_loss(): expected gradients of samples' losses; found a gradient of the "
+                f"sharded parameter {name}, from a penalty that was computed with "
+                "model.parameters() outside of the modules' forwards. Such a gradient is not a "
+                "mean over samples. Use the optimizer's weight_decay, or add the penalty's "
+                "gradient to .grad after backward"
             )

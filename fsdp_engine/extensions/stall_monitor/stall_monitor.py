@@ -341,9 +341,7 @@ class StallMonitor(Monitor):
             self._answer()
             found = self._read(ranks)
             silent = [
-                rank
-                for rank, state in found.items()
-                if not _is_over(state) and state["n"] < number
+                rank for rank, state in found.items() if not _is_over(state) and state["n"] < number
             ]
             if not silent or time.monotonic() > deadline:
                 return number, found, silent

@@ -135,8 +135,8 @@ def _find_needs(
         raise ValueError(
             f"optimizer: expected one that steps tensors like {_name_of(param)}, of shape {shape}, "
             f"to find out by trial steps which part of the model it needs at once; found that "
-            f"{kind} raises {type(error).__name__}: {error}. elementwise=True and whole= say it "
-            "without a trial"
+            f"{kind} raises {type(error).__name__}: {error}. Pass elementwise=True or "
+            "whole=[patterns] to skip the trial"
         ) from error
 
 
@@ -392,9 +392,9 @@ class OwnedStep(ChunkedStep):
             if unit is not units[0]:
                 kind = type(optimizer).__name__
                 raise ValueError(
-                    f"{_name_of(param)}: expected it among the parameters that it was with when "
-                    f"the optimizer was passed to fe.shard_optimizer, since {kind} steps them at "
-                    f"once, on one rank; found it beside {_name_of(params[0])}. Make a new "
+                    f"{_name_of(param)}: expected the same group of parameters as when the "
+                    f"optimizer was passed to fe.shard_optimizer, since {kind} steps them at once, "
+                    f"on one rank; found it in a group with {_name_of(params[0])}. Make a new "
                     "optimizer with these groups"
                 )
 

@@ -432,7 +432,7 @@ def test_a_misuse_raises_on_all_ranks(name: str) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "kind of leaves": (lambda: fe.FixedOrderSums(leaves=0), "leaves: expected a positive number"),
-    "seed": (lambda: fe.FixedOrderSums(leaves=1, seed="a"), "seed: expected a whole number"),  # type: ignore[arg-type]
+    "seed": (lambda: fe.FixedOrderSums(leaves=1, seed="a"), "seed: expected an integer"),  # type: ignore[arg-type]
     "leaves": (lambda: Training(leaves=6).start(), "a multiple of 4, .* found 6.*are 4 or 8"),
     "few leaves": (lambda: Training(leaves=3).start(), "a multiple of 4, .* The nearest are 4"),
     "dtypes": (

@@ -161,7 +161,7 @@ def save_in_an_exchange(folder: str, way: dict[str, Any], strategy: str) -> None
 
 def resume_on_one_rank(folder: str, way: dict[str, Any]) -> None:
     run = Replica((2, 1), way, "optim")
-    with pytest.warns(UserWarning, match="random states stay"):
+    with pytest.warns(UserWarning, match="Random states stay"):
         saved(Path(folder), run).load()
     run.count = 6
     # The batches of two inner ranks, on one.
@@ -186,7 +186,7 @@ def test_another_number_of_replicas_starts_from_the_outer_weights(
 
 def start_with_three(folder: str, way: dict[str, Any]) -> None:
     run = Replica((3, 1), way)
-    with pytest.warns(UserWarning, match="random states stay"):
+    with pytest.warns(UserWarning, match="Random states stay"):
         saved(Path(folder), run, run.place[0] % 2).load()
     with pytest.raises(RuntimeError, match=r"found the state of 2 replicas.*restart"):
         run.model(*batch_of(6, *run.place)).backward()
@@ -436,7 +436,7 @@ def test_a_state_has_hyperparameters_and_the_last_exchange() -> None:
     before = full_weights(other.model)
     first = next(iter(saved["weights"]))
     for change, words in (
-        ({}, "expected that of AdamW, the outer optimizer; found that of SGD"),
+        ({}, "expected state of the outer optimizer AdamW; found state of SGD"),
         ({"count": "x"}, "expected 'count' of type int; found a str"),
         ({"weights": {**saved["weights"], first: [1]}}, f"{first}: expected shape"),
         ({"weights": {first: saved["weights"][first]}}, "is missing"),
@@ -449,7 +449,7 @@ def test_a_state_has_hyperparameters_and_the_last_exchange() -> None:
         again.outer.state(again.engine).load_state_dict({**saved, "optimizer": missing})
     torch.testing.assert_close(full_weights(other.model), before, rtol=0, atol=0)
     with (
-        pytest.warns(UserWarning, match=r"that of replica 1; found that of replica 0")
+        pytest.warns(UserWarning, match=r"the state of replica 1; found the state of replica 0")
         if (run.place[0])
         else nullcontext()
     ):

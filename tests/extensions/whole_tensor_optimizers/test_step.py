@@ -180,7 +180,7 @@ def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     fe.shard(extra, None, owned.CUT)
     optimizer.add_param_group({"params": extra.parameters()})
     before = owned.values(model)
-    with pytest.raises(ValueError, match="expected it among the parameters that it was with"):
+    with pytest.raises(ValueError, match="expected the same group of parameters as when"):
         optimizer.step()
     assert all(map(torch.equal, owned.values(model), before))
 
