@@ -388,7 +388,7 @@ REFUSED: dict[Callable[[fe.Engine], None], str] = {
     add_two: "expected cleared gradients before a step's first",
     add_another: r"expected a result of mean_loss.*found another loss",
     another_on_rank_1: r"expected results of mean_loss.* on all ranks, or",
-    add_penalty: r"found one of .*weight_decay",
+    add_penalty: r"found a gradient of the sharded parameter .*weight_decay",
     partial(after, "zero_grad_buffer"): "found one of a step that is over",
     partial(after, "reset"): "found one of a step that is over",
     twice: "found one of a step that is over",
