@@ -85,6 +85,11 @@ class Monitor:
         """
         return {}
 
+    def any_is_over(self, ranks: Sequence[int]) -> bool:
+        """Returns whether one of ``ranks`` is known to have ended or to have destroyed its process
+        groups, so that it will not reach any operation."""
+        return False
+
     def give_reason(self, ranks: Sequence[int], text: str) -> None:
         """Publish ``text`` to ``ranks``. When a wait fails there, the rank raises a ValueError with
         this text."""

@@ -225,7 +225,7 @@ class _Place:
             elif waited > next_line:
                 next_line *= 10
                 text = self._missing_after(waited)
-                if " has ended" in text:  # a rank that has ended will not arrive
+                if monitor().any_is_over(self.missing()):  # such a rank will not arrive
                     self.decide("missing", text)
                 else:
                     advice = activity.advice_on_calls(self._what)

@@ -98,14 +98,14 @@ class FSDPModule(fsdp.FSDPModule):
     ) -> None:
         """Set whether the next backwards reduce gradients along all axes. Gradients are always
         reduced along the axes over which they are sharded, so that memory does not grow."""
-        for unit in _units(self, recurse):
-            unit.options.syncs = bool(requires_gradient_sync)
+        for group in _groups(self, recurse):
+            group.requires_gradient_sync = group.unit.options.syncs = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients along axes over which they are not
-        sharded."""
-        for unit in _units(self, recurse):
-            unit.options.syncs = bool(requires_all_reduce)
+        sharded. They do not after ``set_requires_gradient_sync(False)``."""
+        for group in _groups(self, recurse):
+            group.unit.options.syncs = group.requires_gradient_sync and bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Has no effect: every backward finishes the reductions that it issued."""
@@ -118,15 +118,15 @@ class FSDPModule(fsdp.FSDPModule):
             ValueError: ``reshard_after_forward`` is not a bool.
         """
         _check_bool("reshard_after_forward", reshard_after_forward)
-        for unit in _units(self, recurse):
-            unit.options.keeps_after_forward = not reshard_after_forward
+        for group in _groups(self, recurse):
+            group.unit.options.keeps_after_forward = not reshard_after_forward
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Set whether full parameters are freed after backward."""
-        for unit in _units(self, recurse):
-            unit.options.keeps_after_backward = not reshard_after_backward
+        for group in _groups(self, recurse):
+            group.unit.options.keeps_after_backward = not reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Set whether backward needs this module's parameters, and therefore gathers them."""
@@ -361,10 +361,10 @@ def _unit_of(module: object) -> Unit:
     return _group_of(module).unit
 
 
-def _units(module: object, recurse: bool) -> Iterable[Unit]:
+def _groups(module: object, recurse: bool) -> Iterable[ParamGroup]:
     modules = cast(nn.Module, module).modules() if recurse else [cast(nn.Module, module)]
     groups = {id(group): group for each in modules if (group := group_of(each)) is not None}
-    return [group.unit for group in groups.values()]
+    return groups.values()
 
 
 def _all_groups(what: str, modules: Sequence[Any]) -> list[ParamGroup]:

@@ -113,6 +113,7 @@ class ParamGroup:
         first_call_hooks: Tuples (module, handle of the hook that constructs the engine, handle of
             the hook that reserves the position of the engine's forward hook).
         divisor: The divisor of sums of gradients; None: the number of ranks.
+        requires_gradient_sync: The last value that ``set_requires_gradient_sync`` has set.
     """
 
     modules: Sequence[nn.Module]
@@ -125,6 +126,7 @@ class ParamGroup:
     replaced: list[tuple[ParamRecord, weakref.ref[Tensor]]] = field(default_factory=list)
     first_call_hooks: list[Any] = field(default_factory=list)
     divisor: float | None = None
+    requires_gradient_sync: bool = True
 
     def __post_init__(self) -> None:
         self.values: Any = NoAssignedValues()

@@ -301,21 +301,23 @@ class _ShardedOptimizer(_NormGroups):
 
     def _load_sharded_state(self, state_dict: dict[str, Any], masters: Any) -> dict[str, Any]:
         """Returns the loaded state with this rank's slices, for the torch optimizer. Copies the
-        loaded main weights into the parameters.
+        loaded main weights into the parameters. Does not change ``state_dict``.
 
         Args:
             state_dict: The state dict of the torch optimizer, with parameters as indices.
             masters: Full main weights by group; empty if the checkpoint has none.
         """
         params = self.get_parameters()
-        step = state_dict[_STATE].pop("common_step", None)
-        for group in state_dict[_GROUPS]:
+        loaded = dict(state_dict[_STATE])
+        step = loaded.pop("common_step", None)
+        groups = [dict(group) for group in state_dict[_GROUPS]]
+        for group in groups:
             # Megatron-Core's distributed optimizer over torch's Adam writes the step into groups.
             if isinstance(self.optimizer, torch.optim.Adam | torch.optim.AdamW):
                 in_group = group.pop(_STEP, None)
                 step = in_group if step is None else step
         states: dict[int, dict[str, Any]] = {}
-        for index, state in state_dict[_STATE].items():
+        for index, state in loaded.items():
             states[index] = {key: _slice_like(params[index], value) for key, value in state.items()}
             if step is not None:
                 states[index][_STEP] = torch.as_tensor(step, dtype=torch.float32).clone()
@@ -330,7 +332,8 @@ class _ShardedOptimizer(_NormGroups):
             for chunk in self.chunks:
                 chunk.engine.weights_changed()
                 chunk._gather_unless_overlapped()
-        return {**state_dict, _STATE: {index: state for index, state in states.items() if state}}
+        found = {index: state for index, state in states.items() if state}
+        return {**state_dict, _STATE: found, _GROUPS: groups}
 
 
 class ShardedFP32Optimizer(_ShardedOptimizer, FP32Optimizer):

@@ -169,6 +169,11 @@ class _WriteThrough(dict[Any, Any]):
         del self[key]
         return value
 
+    def popitem(self) -> tuple[Any, Any]:
+        for key in reversed(self):
+            return key, self.pop(key)
+        raise KeyError("popitem(): expected a dict with items; found an empty one")
+
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
         return self

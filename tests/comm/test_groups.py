@@ -20,9 +20,10 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fsdp_engine as fe
-from fsdp_engine.comm import groups, rendezvous
+from fsdp_engine.comm import activity, groups, rendezvous
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.comm.rendezvous import meet, report_error
+from fsdp_engine.extensions.stall_monitor.stall_monitor import StallMonitor
 from fsdp_engine.megatron.finalize_model_grads import finalize_model_grads
 from fsdp_engine.megatron.process_groups import ModelParallelGroups, spanned_group
 from tests.megatron.configs import Chunk
@@ -157,17 +158,25 @@ def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
     assert not meet("tea", range(4), LATE).all_have
 
 
+@pytest.mark.parametrize("why", ["has ended", "has destroyed its process groups"])
+@pytest.mark.parametrize("has_groups", [False, True])
 @on_ranks(2, timeout=LIMIT)
-def test_a_meeting_does_not_wait_for_a_rank_that_has_ended() -> None:
+def test_a_meeting_does_not_wait_for_a_rank_that_has_left(why: str, has_groups: bool) -> None:
     store = dist.distributed_c10d._get_default_store()
+    activity.start_monitor()
+    monitor = activity.monitor()
+    assert isinstance(monitor, StallMonitor)
     if dist.get_rank() == 1:
+        monitor._over.set()
+        monitor._publish_end(why)
         store.wait(["over"], timedelta(seconds=LIMIT))
+        return
     with (
-        patch.object(rendezvous.activity, "PATIENCE_SECONDS", 0.2),
-        patch.object(rendezvous, "missing_ranks", lambda what, ranks: "rank 1 has ended"),
-        pytest.raises(RuntimeError, match=r"tea: .* rank 1 has ended"),
+        patch.object(rendezvous, "FIRST_CHECK_SECONDS", 0.1),
+        patch.object(activity, "PATIENCE_SECONDS", 1.0),
+        pytest.raises(RuntimeError, match=rf"tea: .* rank 1 {why}"),
     ):
-        meet("tea", range(2), LATE)
+        meet("tea", range(2), LATE, groups=[groups.default_group()] if has_groups else ())
     store.set("over", "")
 
 

@@ -115,6 +115,30 @@ def test_one_module_may_hold_back_its_gradients_until_the_second_backward() -> N
 
 
 @on_ranks(2)
+def test_the_switch_of_all_reductions_leaves_unsynced_gradients_unsynced() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = parallelize(fsdp2, seeded(), mesh)
+    options = fsdp2.fully_shard.state(model.layers["1"]).unit.options
+    # As FSDP2, which reduces along the second axis only where it reduces along the first.
+    for sets_all_reduce, value, syncs in (
+        (False, False, False),
+        (True, True, False),
+        (True, False, False),
+        (True, True, False),
+        (False, True, True),
+        (True, False, False),
+        (True, True, True),
+        (True, False, False),
+        (False, True, True),
+    ):
+        if sets_all_reduce:
+            model.set_requires_all_reduce(value)
+        else:
+            model.set_requires_gradient_sync(value)
+        assert options.syncs is syncs
+
+
+@on_ranks(2)
 def test_reset_after_an_exception() -> None:
     def fail(*_: Any) -> None:
         raise ValueError("boom")

@@ -19,7 +19,7 @@ from torch import nn
 import fsdp_engine as fe
 from fsdp_engine.buffers.full_values import gather_state
 from fsdp_engine.megatron import get_megatron_optimizer
-from tests.checkpoint.scene import raises_each
+from tests.checkpoint.scene import raises_each, shared_folder
 from tests.megatron.configs import LEVEL_NAMES
 from tests.megatron.core_pretrain import (
     WAYS,
@@ -28,6 +28,7 @@ from tests.megatron.core_pretrain import (
     compare,
     differences,
     groups_of,
+    may_have_children,
     resume,
     save_half_way,
 )
@@ -205,6 +206,34 @@ def test_entries_are_those_of_its_distributed_optimizer_and_take_one_gather_per_
             optimizer.sharded_state_dict(model)
             # Main weights and two moments.
             assert spy.call_count == 3 * len(ddp.engine.buffers)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@on_ranks(2)
+def test_a_loaded_state_can_be_loaded_again(dtype: str, distributed_optimizer: bool) -> None:
+    def state_of(training: Training) -> list[dict[str, Any]]:
+        (wrapped,) = training.optimizer.chained_optimizers
+        return [wrapped.optimizer.state[each] for each in wrapped.get_parameters()]
+
+    folder = shared_folder()
+    job = Job(dtype=dtype, distributed_optimizer=distributed_optimizer)
+    with groups_of(job):
+        from megatron.core import dist_checkpointing
+
+        training = Training(job)
+        training.train(2)
+        with may_have_children():
+            training.save(folder)
+        expected = state_of(training)
+        wanted = training.generate_state_dict(is_loading=True)
+        loaded = dist_checkpointing.load(wanted, folder)["optimizer"]
+        for _ in range(2):
+            again = Training(job)
+            again.optimizer.load_state_dict(loaded)
+            for mine, theirs in zip(state_of(again), expected, strict=True):
+                assert mine.keys() == theirs.keys() >= {"step", "exp_avg", "exp_avg_sq"}
+                assert all(torch.equal(mine[key], theirs[key]) for key in mine)
 
 
 @on_ranks(2)

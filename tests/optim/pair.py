@@ -109,6 +109,8 @@ class Counting(torch.optim.Optimizer):
                 state |= {"union": torch.ones(3)}
                 del state["scratch"]
                 state.pop("absent", None)
+                state["latest"] = torch.ones(4)
+                assert state.popitem()[0] == "latest"
                 p.sub_(state["last"], alpha=group["lr"] / state["num_steps"])
         for key, state in self.state.items():
             if key != "all":

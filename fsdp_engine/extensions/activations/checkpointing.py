@@ -113,7 +113,7 @@ class Recompute(EngineExtension):
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or isinstance(self.every, bool):
-            raise TypeError(f"every: expected a whole number; found {self.every!r}")
+            raise TypeError(f"every: expected an integer; found {self.every!r}")
         if self.every < 1:
             raise ValueError(f"every: expected 1 or more; found {self.every}")
         policy = self.policy
@@ -186,11 +186,11 @@ def checkpoint_units(
     ``nn.Sequential``), each on its own, even if ``shard`` joins several blocks in one unit. Other
     modules are not, nor are embeddings, which keep no activations. Of nested units, only the
     outermost is checkpointed. Key and value caches that are passed to a layer of ``transformers``
-    stay empty in a checkpointed forward. If forward changes lists or dicts among its arguments, the
-    caller gets the changes of the first run, and the second run gets copies of the original
-    contents. Buffers that forward updates (running statistics, the vectors of spectral norm) are
-    updated in both runs, as with torch's ``checkpoint``: gradients through spectral norm are then
-    those of the second update.
+    stay empty in a checkpointed forward. If forward changes lists or dicts in its arguments, also
+    nested ones and those within tuples, the caller gets the changes of the first run, and the
+    second run gets copies of the original contents. Buffers that forward updates (running
+    statistics, the vectors of spectral norm) are updated in both runs, as with torch's
+    ``checkpoint``: gradients through spectral norm are then those of the second update.
 
     Args:
         model: Any module.
@@ -272,7 +272,7 @@ class CheckpointedForward(WrappedForward):
             kwargs["cache"] = None
         # Bind keyword arguments, since `checkpoint` has keywords of its own.
         function = partial(self.original, **kwargs) if kwargs else self.original
-        if any(type(each) in (list, dict) for each in (*args, *kwargs.values())):
+        if _has_containers((*args, *kwargs.values())):
             function = _WithContainers(self.original, args, kwargs)
         if self._policy is None:
             return checkpoint(function, *args, use_reentrant=False)
@@ -285,9 +285,17 @@ def _is_cache(value: object) -> bool:
     return any(each.__module__ == _CACHES for each in type(value).__mro__)
 
 
+def _has_containers(values: tuple[Any, ...]) -> bool:
+    """Returns whether there are lists or dicts among ``values``, also within tuples."""
+    return any(
+        type(each) in (list, dict) or (type(each) is tuple and _has_containers(each))
+        for each in values
+    )
+
+
 class _WithContainers:
-    """A forward with lists and dicts as arguments, which it may change. The second run gets copies
-    of their original contents.
+    """A forward with lists and dicts in its arguments, which it may change. The second run gets
+    copies of their original contents.
 
     Args:
         forward: The forward of the module.

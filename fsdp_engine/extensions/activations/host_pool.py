@@ -41,17 +41,21 @@ class HostPool:
         :meth:`put` with it."""
         step = 1 << max(num_bytes.bit_length() - 1 - _SIZE_BITS, 0)
         size = -(-num_bytes // step) * step
-        self.bytes_in_use += size
-        self._most_in_use = max(self._most_in_use, self.bytes_in_use)
+        in_use = self.bytes_in_use + size
+        most_in_use = max(self._most_in_use, in_use)
+        last_copy = None
         if self._idle.get(size):
-            return self._idle[size].pop()
-        while (idle := self.idle_bytes) and self.bytes_in_use + idle > self._most_in_use:
-            self._drain()
-            largest = max(each for each, blocks in self._idle.items() if blocks)
-            self._idle[largest].pop()
-        block = HostBlock(size, pinned=self._pinned)
-        self._book(block)
-        return block, None
+            block, last_copy = self._idle[size].pop()
+        else:
+            while (idle := self.idle_bytes) and in_use + idle > most_in_use:
+                self._drain()
+                largest = max(each for each, blocks in self._idle.items() if blocks)
+                self._idle[largest].pop()
+            block = HostBlock(size, pinned=self._pinned)
+            self._book(block)
+        # Only now, since the allocation of a block may fail.
+        self.bytes_in_use, self._most_in_use = in_use, most_in_use
+        return block, last_copy
 
     @property
     def idle_bytes(self) -> int:

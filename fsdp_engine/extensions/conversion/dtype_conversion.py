@@ -43,7 +43,7 @@ from fsdp_engine.units.installing import hidden
 from fsdp_engine.units.plan import keeps_statistics
 
 _WHAT = (
-    "conversion of sharded parameters, which every rank has to make or none (model.to(dtype), "
+    "conversion of sharded parameters, which all ranks must run, or none (model.to(dtype), "
     ".half(), .double())"
 )
 _MOST_NAMED = 8
@@ -168,9 +168,10 @@ def changes_of(
         if not all(is_meant):
             one, other = is_meant.index(True), is_meant.index(False)
             raise ValueError(
-                f"conversion of {buffer.records[one].name} to {probe.dtype}: expected all that is "
-                f"gathered with it to be converted; found {buffer.records[other].name} left out. "
-                "Convert the whole unit or model, or single modules before it is sharded"
+                f"conversion of {buffer.records[one].name} to {probe.dtype}: expected all "
+                f"parameters of its buffer to be converted together; found "
+                f"{buffer.records[other].name} not converted. Convert the whole unit or model, or "
+                "single modules before it is sharded"
             )
         yield Change(buffer, *kind_after(buffer, probe.dtype, unit.policy, options))
 
@@ -211,9 +212,9 @@ def kind_after(
         ) from None
     if buffer.is_plain and not codec.is_identity:
         raise ValueError(
-            f"{name}: expected main weights to stay in {dtypes.compute}, in which the policy has "
-            f"weights computed, since they are the compute weights; found a conversion to {dtype}. "
-            "Convert the model before it is sharded, or shard it at level optim"
+            f"{name}: expected main weights in {dtypes.compute}, the compute dtype of the policy, "
+            f"since they are also the compute weights; found a conversion to {dtype}. Convert the "
+            "model before it is sharded, or shard it at level optim"
         )
     if codec.is_identity and not buffer.is_plain and buffer.spec.optim_depth == 0:
         codec = CastCodec(dtypes.main, dtypes.compute, copies=True)

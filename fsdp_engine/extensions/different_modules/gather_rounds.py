@@ -597,9 +597,10 @@ class GatherRounds(Schedule):
                 )
                 texts.append(f"rank{'s' if len(ranks) > 1 else ''} {named} {text}")
         raise RuntimeError(
-            "together(): expected all ranks to run equally many backwards and calls of all ranks "
-            f"within the context; found {'; '.join(texts)}. Give all ranks equally many batches "
-            "(engine.even_batches), or let a rank that has none run a forward with loss 0"
+            "together(): expected the same number of backwards and of collective calls on all "
+            f"ranks within the context; found {'; '.join(texts)}. Give all ranks the same number "
+            "of batches (engine.even_batches), or let a rank that has none run a forward with loss "
+            "0"
         )
 
     def _gather(self, unit: Unit, *, is_own: bool) -> None:

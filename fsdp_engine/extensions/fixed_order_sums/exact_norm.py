@@ -65,7 +65,7 @@ def _add_squares(bins: Tensor, values: Tensor) -> None:
     significand, exponent = torch.frexp(values.double().masked_fill_(~finite, 0.0))
     whole = significand.mul_(2.0**_BITS).long()
     squares = whole * whole
-    places = exponent.long().sub_(_LOWEST).clamp_(0)  # zeros have exponent 0, and add nothing
+    places = exponent.long().sub_(_LOWEST)  # zeros have exponent 0, and add nothing
     bins[0].index_add_(0, places, squares >> _BITS)
     bins[1].index_add_(0, places, squares & (2**_BITS - 1))
 

@@ -75,7 +75,7 @@ class FixedOrderSums(EngineExtension):
         if not isinstance(self.leaves, int) or self.leaves < 1:
             raise ValueError(f"leaves: expected a positive number; found {self.leaves!r}")
         if not isinstance(self.seed, int):
-            raise ValueError(f"seed: expected a whole number; found {self.seed!r}")
+            raise ValueError(f"seed: expected an integer; found {self.seed!r}")
 
     def check(self, setup: EngineSetup) -> None:
         """See the class.

@@ -55,7 +55,11 @@ class LeafLoop:
     def begin_leaf(self, leaf: int) -> None:
         """Set the random numbers and the statistics with which a leaf begins."""
         self._statistics.begin_leaf()
-        torch.manual_seed(random.Random(f"{self._seed}/{self.step}/{leaf}").getrandbits(63))
+        seed = random.Random(f"{self._seed}/{self.step}/{leaf}").getrandbits(63)
+        # torch.manual_seed would also seed other devices, whose states the loop does not restore.
+        torch.default_generator.manual_seed(seed)
+        if self._device is not None:
+            self._device.manual_seed(seed)
 
     def end_leaf(self, leaf: int) -> None:
         """Keep the statistics of a leaf, whose gradients are reduced."""

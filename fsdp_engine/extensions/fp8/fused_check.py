@@ -38,13 +38,13 @@ def works_on(device: torch.device, granularity: str) -> bool:
     except ImportError:
         return False
     try:
-        problem = "" if gives_equal_bytes(device, granularity) else "they give other bytes"
+        problem = "" if gives_equal_bytes(device, granularity) else "other bytes"
     except Exception as error:  # Triton raises many classes, also those of a missing C compiler
         problem = f"{type(error).__name__}: {error}"
     if problem:
         warnings.warn(
-            f"fp8: expected Triton to compile the kernels that encode weights on {device}; "
-            f"found {problem}. Slower functions of torch encode them instead",
+            f"fp8: expected the Triton kernels on {device} to compile and to give the bytes of "
+            f"torch's functions; found {problem}. Slower functions of torch encode weights instead",
             stacklevel=2,
         )
     return not problem

@@ -40,10 +40,10 @@ def check_first_has_all(comparison: Comparison, lacks: str) -> None:
             if held:
                 name = next(each for each in found[first][0][scope][0] if each in held)
                 raise ValueError(
-                    f"{name}: expected values on data-parallel rank {first}, the first, from which "
-                    f"others on the meta device get them; found it on the meta device there, and "
-                    f"values on rank {rank}. Build the model with values on rank {first} (and on "
-                    "the meta device on the others, if you like), or on the meta device on all"
+                    f"{name}: expected values on data-parallel rank {first}, the first, since "
+                    f"other ranks copy them from there; found it on the meta device there, and "
+                    f"values on rank {rank}. Build the model with values on rank {first}, or on "
+                    "the meta device on all ranks"
                 )
 
 

@@ -241,9 +241,9 @@ def _check_in_one_unit(name: str, layer: nn.Module) -> None:
     for key, param in layer.named_parameters():
         if param.is_meta or isinstance(param, DTensor):
             raise ValueError(
-                f"{name}: expected a layer with adapters within one unit, since some of them begin "
-                f"with what follows from its weights, and it is on the meta device; found {key} in "
-                "another"
+                f"{name}: expected all parameters of a layer with adapters on the meta device in "
+                "one unit, since initial values of adapters are computed from its weights; found "
+                f"{key} in another unit"
             )
 
 
@@ -503,9 +503,9 @@ def _reset_parametrized(module: nn.Module, names: list[str], init_weights: InitW
             setattr(module, name, value.detach())
         except (RuntimeError, NotImplementedError, ValueError) as error:
             raise ValueError(
-                f"{type(plain).__name__}.{name}: expected a parametrisation that turns a value "
-                f"into what it keeps (right_inverse); found that it does not, and the model is on "
-                f"the meta device: {error}"
+                f"{type(plain).__name__}.{name}: expected a parametrization with right_inverse, "
+                f"which computes the stored tensors of an initial value, since the model is on the "
+                f"meta device; found one without, or one that failed: {error}"
             ) from error
     if resets and callable(init_weights):
         init_weights(module)  # Called as at construction; its changes to computed tensors are lost.

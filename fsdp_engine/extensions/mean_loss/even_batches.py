@@ -127,8 +127,8 @@ def even_batches(
     Raises:
         Exception: The loader of a rank raised an exception. Raised on all ranks, after the batches
             before it.
-        ValueError: A loader is empty and ``torch.save`` cannot save another rank's batch. Raised on
-            all ranks.
+        ValueError: A loader is empty, and another rank's batch cannot be saved with ``torch.save``
+            or cannot be loaded on this rank. Raised on all ranks.
     """
     for each in even_steps(engine, loader, drop_last=drop_last):
         yield each.batch, float(not each.is_repeated)
@@ -174,7 +174,8 @@ def _share_first(reader: _Reader, ranks: Ranks, source: int) -> None:
     """Send the batch of rank ``source`` to the ranks that have none. Collective.
 
     Raises:
-        ValueError: ``torch.save`` cannot save the batch. Raised on all ranks.
+        ValueError: ``torch.save`` cannot save the batch, or a rank cannot load it. Raised on all
+            ranks.
     """
     content, error = b"", None
     if ranks.rank == source:
@@ -184,17 +185,25 @@ def _share_first(reader: _Reader, ranks: Ranks, source: int) -> None:
             content = file.getvalue()
         except Exception as caught:  # Pickling the user's objects can raise any exception.
             error = ValueError(
-                "loader: expected at least one batch on each rank, or batches that torch.save "
-                "takes, of which ranks without one are sent a copy; found a rank without one, and "
+                "loader: expected at least one batch on each rank, or batches that torch.save can "
+                "save, since ranks with an empty loader receive a copy; found an empty loader, and "
                 f"a batch of type {type(reader.batch).__name__}: {caught}"
             )
     contents = agree(_WHAT, error, ranks.control_group, content)
     if not reader.has_batch:
         file = io.BytesIO(contents[source])
-        reader.batch = torch.load(
-            file,
-            map_location=lambda storage, location: default_restore_location(
-                storage, "cpu" if location == "cpu" else str(ranks.device)
-            ),
-            weights_only=False,
-        )
+        try:
+            reader.batch = torch.load(
+                file,
+                map_location=lambda storage, location: default_restore_location(
+                    storage, "cpu" if location == "cpu" else str(ranks.device)
+                ),
+                weights_only=False,
+            )
+        except Exception as caught:  # Unpickling the user's objects can raise any exception.
+            error = ValueError(
+                "loader: expected at least one batch on each rank, or batches that every rank can "
+                "load, since ranks with an empty loader receive a copy; found an empty loader, and "
+                f"that torch.load failed there: {caught}"
+            )
+    agree(_WHAT, error, ranks.control_group)

@@ -146,13 +146,11 @@ class MeanLosses(GradientObserver):
         engine: The engine of the model.
 
     Attributes:
-        last: Mean loss of the last step that had one, 0-d, fp32. None before the first one.
         weight: Weight of microbatches, by which their loss sums and counts are multiplied.
         num_calls: Number of calls of :meth:`add`.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.last: Tensor | None = None
         self.weight = 1.0
         self.num_calls = 0
         self._mesh = engine.mesh
@@ -160,7 +158,17 @@ class MeanLosses(GradientObserver):
         self._step: _StepLosses | None = None
         self._divisor: float | None = None
         self._has_others = engine.reductions.phase is Phase.ACCUMULATING
+        # The result of `last`, and whether any rank had a mean loss. True: the host knows it.
+        self._last: Tensor | None = None
+        self._has_last: Tensor | bool = False
         engine.reductions.observers.append(self)
+
+    @property
+    def last(self) -> Tensor | None:
+        """Mean loss of the last step that had one, 0-d, fp32. None before the first one. A host
+        sync on a rank that had no mean loss itself."""
+        self._has_last = bool(self._has_last)
+        return self._last if self._has_last else None
 
     @property
     def has_divisor(self) -> bool:
@@ -267,8 +275,10 @@ class MeanLosses(GradientObserver):
                 "on some ranks. Call mean_loss(loss, 1) there, or mean_loss(0 * loss, 0) for a "
                 "batch that does not count (after this exception, call engine.reset())"
             )
-        before = torch.nan if self.last is None else self.last
-        self.last = torch.where(is_mean, (total / count).float(), before)
+        before = torch.nan if self._last is None else self._last
+        self._last = torch.where(is_mean, (total / count).float(), before)
+        if self._has_last is not True:
+            self._has_last = step.num_reached > 0 or is_mean | self._has_last
         inverse = torch.where(count > 0, step.divisor / count, 0.0)
         inverse = torch.where(is_mixed, torch.nan, inverse)
         factors: dict[float, Tensor] = {}  # by number of ranks; usually a single one
@@ -329,9 +339,8 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
         )
     if not all(each.sees_all_ranks for each in engine.reductions.observers):
         raise RuntimeError(
-            "mean_loss(): expected an engine whose reductions are all that gradients go through; "
-            "found an extension (replicas, or sums in a fixed order) that reduces them further. "
-            "Return the mean of a microbatch"
+            "mean_loss(): expected an engine without extensions that reduce gradients again; "
+            "found one (replicas, or sums in a fixed order). Return the mean of a microbatch"
         )
     losses = engine.extension(MeanLosses)
     if not losses.has_divisor:
@@ -397,8 +406,9 @@ def _check_penalties(buffers: Sequence[ParamAndGradBuffer]) -> None:
     for buffer in buffers:
         if (name := buffer.published.name_of_penalty) is not None:
             raise RuntimeError(
-                f"mean_loss(): expected gradients of samples' losses; found one of {name} as users "
-                "hold it, from a penalty that was computed with model.parameters() outside of the "
-                "modules' forwards. It is no mean over samples. Use the optimizer's weight_decay, "
-                "or add the penalty's gradient to .grad after backward"
+                f"mean_loss(): expected gradients of samples' losses; found a gradient of the "
+                f"sharded parameter {name}, from a penalty that was computed with "
+                "model.parameters() outside of the modules' forwards. Such a gradient is not a "
+                "mean over samples. Use the optimizer's weight_decay, or add the penalty's "
+                "gradient to .grad after backward"
             )

@@ -101,8 +101,9 @@ class OffloadPlaces:
         """
         if (self.main_weights == DEVICE) != (self.gradients == DEVICE):
             raise ValueError(
-                f"offload.gradients: expected {self.main_weights!r}, where main_weights lie, since "
-                f"torch wants a parameter and its .grad on one device; found {self.gradients!r}"
+                f"offload.gradients: expected {self.main_weights!r}, the place of main_weights, "
+                "since a parameter and its .grad must be on one device; found "
+                f"{self.gradients!r}"
             )
 
     def moves(self, role: str, device: torch.device) -> bool:

@@ -210,9 +210,9 @@ class OuterTraining(GradientObserver):
         unpack(state_dict, self.fragments, has_exchanges=same)
         if same and state_dict["replica"] != self.replica:
             warnings.warn(
-                f"state of OuterOptimizer: expected that of replica {self.replica}; found that of "
-                f"replica {state_dict['replica']}, with the weights of which this one continues. "
-                "Load each replica's own, or call OuterOptimizer.restart(engine)",
+                f"state of OuterOptimizer: expected the state of replica {self.replica}; found the "
+                f"state of replica {state_dict['replica']}, whose weights are now loaded. Load "
+                "each replica's own state, or call OuterOptimizer.restart(engine)",
                 stacklevel=2,
             )
         self.count = state_dict["count"]

@@ -97,7 +97,7 @@ def check_state(state: Mapping[str, Any], fragments: Sequence[Fragment]) -> None
         own_kind = type(fragment.optimizer).__name__
         if row["kind"] != own_kind:
             raise ValueError(
-                f"{_WHAT}: expected that of {own_kind}, the outer optimizer; found that of "
+                f"{_WHAT}: expected state of the outer optimizer {own_kind}; found state of "
                 f"{row['kind']}"
             )
         targets = {name: own[name] for name in names}

@@ -124,7 +124,7 @@ class AssignedValues:
         elif type(value) not in (Tensor, nn.Parameter):
             problem = f"a {type(value).__name__}. Assign a plain tensor"
         elif value.is_meta:
-            problem = "a tensor on the meta device, which has none"
+            problem = "a tensor on the meta device, which has no values"
         if not problem and value.shape != sharded.shape:
             problem = f"shape {tuple(value.shape)}. Change shapes before shard()"
         if not problem and torch.promote_types(value.dtype, sharded.dtype) != sharded.dtype:

@@ -321,10 +321,10 @@ class _Awaited:
         param = self._buffer.full_params[self._index]
         grad, param.grad = param.grad, None
         if not self.is_due or grad is None:
+            name = self._buffer.records[self._index].name
             raise RuntimeError(
-                f"backward_dw: expected a gradient of {self._buffer.records[self._index].name} "
-                f"that backward has put off; found {'one' if self.is_due else 'none put off'} "
-                f"and .grad {'None' if grad is None else 'set'}"
+                f"backward_dw: expected a backward of {name} before this call, and its gradient in "
+                f".grad; found {'that .grad is None' if self.is_due else 'no backward'}"
             )
         self.is_due = False
         grads = self._buffer.grads

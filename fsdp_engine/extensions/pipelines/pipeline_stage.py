@@ -302,7 +302,8 @@ def _joined(param_groups: list[dict[str, Any]]) -> list[tuple[list[Node], dict[N
         for place in sorted({place_of[each] for each in intermediates if each in place_of}):
             nodes = joined[place][0] | nodes
             grads = joined[place][1] | grads
-            place_of.update(dict.fromkeys(joined[place][1], len(joined)))
+            moved = [each for each, at in place_of.items() if at == place]
+            place_of.update(dict.fromkeys(moved, len(joined)))
             joined[place] = ({}, {})
         place_of.update(dict.fromkeys(intermediates, len(joined)))
         joined.append((nodes, grads))

@@ -97,8 +97,9 @@ class KeptErrors:
                 )
         if differ := sorted(shapes.keys() ^ state_dict.keys()):
             warnings.warn(
-                f"errors of reductions: expected those of {len(shapes)} parameters; found "
-                f"{len(state_dict)}: {', '.join(differ[:8])} differ, and begin without errors",
+                f"errors of reductions: expected errors of {len(shapes)} parameters; found errors "
+                f"of {len(state_dict)}: {', '.join(differ[:8])} are only in one of them; their "
+                "errors are zero or dropped",
                 stacklevel=2,
             )
         for buffer in self._buffers:

@@ -207,7 +207,7 @@ class Measurement:
 
     def _held(self) -> str:
         kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in self.memory.items() if n)
-        known = "" if self._allocated is not None else "; activations are not seen on a CPU"
+        known = "" if self._allocated is not None else "; activations are not measured on a CPU"
         return f"Held at most: {format_bytes(self.peak_bytes)}: {kinds}{known}"
 
     def _ms(self, seconds: float) -> str:

@@ -276,24 +276,32 @@ class StallMonitor(Monitor):
             for rank, state in found.items()
             if (text := _place_of(what, rank, state, number)) is not None
         ]
-        if any("gone" in state or _has_ended(state) for state in found.values()):
-            self._alarms = self._store.add("alarms", 1)
+        if any(map(_is_over, found.values())):
+            self._raise_alarm()
         texts.sort(key=lambda each: ("ended" not in each[2], each[0], each[1]))
         shown = "; ".join(text for _, _, text in texts[:_MOST_NAMED])
         more = len(texts) - _MOST_NAMED
         shown += f"; and {more} more ranks" if more > 0 else ""
         return shown + self._other_forwards([rank for _, rank, _ in texts[:_MOST_NAMED]])
 
+    def _raise_alarm(self) -> None:
+        with suppress(RuntimeError):  # The store has ended with its rank.
+            alarms = self._store.add("alarms", 1)
+            # An alarm of the monitor thread is also for this rank, whose training thread waits.
+            if threading.current_thread() is not self._thread:
+                self._alarms = alarms
+
     def _other_forwards(self, ranks: Sequence[int]) -> str:
         """Returns a text with the first forward that one of ``ranks`` began at another line than
         this rank; "" if there is none."""
         mine = self.forwards.as_json()
-        for rank in ranks:
-            key = _forwards_key(rank)
-            if self._store.check([key]):
-                text = first_difference(json.loads(mine), json.loads(self._store.get(key)), rank)
-                if text:
-                    return f". {text}"
+        with suppress(RuntimeError):  # The store has ended with its rank.
+            for rank in ranks:
+                key = _forwards_key(rank)
+                if self._store.check([key]):
+                    theirs = json.loads(self._store.get(key))
+                    if text := first_difference(json.loads(mine), theirs, rank):
+                        return f". {text}"
         return ""
 
     def waits_of(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -302,8 +310,12 @@ class StallMonitor(Monitor):
         return {
             rank: state["waits"]
             for rank, state in found.items()
-            if state["n"] >= number and state.get("waits") is not None
+            if not _is_over(state) and state["n"] >= number and state["waits"] is not None
         }
+
+    def any_is_over(self, ranks: Sequence[int]) -> bool:
+        """See the base class."""
+        return any(map(_is_over, self._read(ranks).values()))
 
     def give_reason(self, ranks: Sequence[int], text: str) -> None:
         """See the base class."""
@@ -329,9 +341,7 @@ class StallMonitor(Monitor):
             self._answer()
             found = self._read(ranks)
             silent = [
-                rank
-                for rank, state in found.items()
-                if "gone" not in state and state["n"] < number and not _has_ended(state)
+                rank for rank, state in found.items() if not _is_over(state) and state["n"] < number
             ]
             if not silent or time.monotonic() > deadline:
                 return number, found, silent
@@ -508,6 +518,11 @@ def _line_of(frame: FrameType) -> str:
 
 def _place(code: CodeType, line: int) -> str:
     return f"{code.co_filename}:{line} in {code.co_name}"
+
+
+def _is_over(state: dict[str, Any]) -> bool:
+    """Returns whether the rank is known to have ended or to have destroyed its process groups."""
+    return "gone" in state or _has_ended(state)
 
 
 def _has_ended(state: dict[str, Any]) -> bool:

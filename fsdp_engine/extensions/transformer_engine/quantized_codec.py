@@ -61,6 +61,7 @@ _QUANTIZE_ARGUMENTS = (
     "fsdp_shard_model_weights",
     "manual_post_all_gather_processing",
 )
+_THROUGH_GRADIENTS = "through_gradients (Megatron's reuse_grad_buf_for_mxfp8_param_ag)"
 _PRESERVED = "_high_precision_init_val"
 # Attributes that TE and torch set on parameters. All others are marks of the user.
 _NOT_MARKS = {
@@ -158,21 +159,22 @@ class TransformerEngine(EngineExtension):
         quantized = [each for each in codecs if isinstance(each, TransformerEngineCodec)]
         if self.keep_transposes and not any(each.has_transposes for each in quantized):
             raise ValueError(
-                "keep_fp8_transpose_cache: expected weights that Transformer Engine has quantised "
-                "by the delayed, current or block recipe, which alone have transposes; found none"
+                "keep_transposes (Megatron's keep_fp8_transpose_cache): expected weights that "
+                "Transformer Engine has quantised by the delayed, current or block recipe, which "
+                "alone have transposes; found none"
             )
         if not self.through_gradients:
             return
         if not any(each.num_encodings > 1 for each in quantized):
             raise ValueError(
-                "reuse_grad_buf_for_mxfp8_param_ag: expected weights that Transformer Engine has "
-                "quantised by the MXFP8 recipe; found none"
+                f"{_THROUGH_GRADIENTS}: expected weights that Transformer Engine has quantised by "
+                "the MXFP8 recipe; found none"
             )
         strategy = setup.axis_plans.data.strategy
         if strategy.depth(Role.GRAD) > 0:
             raise ValueError(
-                "reuse_grad_buf_for_mxfp8_param_ag: expected unsharded gradients, whose memory "
-                f"full weights use, too; found levels that shard them: {strategy}"
+                f"{_THROUGH_GRADIENTS}: expected unsharded gradients, whose memory full weights "
+                f"use, too; found levels that shard them: {strategy}"
             )
 
     def __call__(

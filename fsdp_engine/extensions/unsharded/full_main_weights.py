@@ -231,8 +231,8 @@ class FullMainWeights:
                 if any(len(each) > 1 for each in values.values()):
                     raise ValueError(
                         f"{record.name}: expected the same edits within {_WHAT} on all ranks; "
-                        "found other values on some. Make the edits alike (the same seed before "
-                        "random values), or broadcast the values"
+                        "found different values. Make the same edits on all ranks (the same seed "
+                        "before random values), or broadcast the values"
                     )
 
 

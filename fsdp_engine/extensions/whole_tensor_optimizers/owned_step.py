@@ -135,8 +135,8 @@ def _find_needs(
         raise ValueError(
             f"optimizer: expected one that steps tensors like {_name_of(param)}, of shape {shape}, "
             f"to find out by trial steps which part of the model it needs at once; found that "
-            f"{kind} raises {type(error).__name__}: {error}. elementwise=True and whole= say it "
-            "without a trial"
+            f"{kind} raises {type(error).__name__}: {error}. Pass elementwise=True or "
+            "whole=[patterns] to skip the trial"
         ) from error
 
 
@@ -392,9 +392,9 @@ class OwnedStep(ChunkedStep):
             if unit is not units[0]:
                 kind = type(optimizer).__name__
                 raise ValueError(
-                    f"{_name_of(param)}: expected it among the parameters that it was with when "
-                    f"the optimizer was passed to fe.shard_optimizer, since {kind} steps them at "
-                    f"once, on one rank; found it beside {_name_of(params[0])}. Make a new "
+                    f"{_name_of(param)}: expected the same group of parameters as when the "
+                    f"optimizer was passed to fe.shard_optimizer, since {kind} steps them at once, "
+                    f"on one rank; found it in a group with {_name_of(params[0])}. Make a new "
                     "optimizer with these groups"
                 )
 
@@ -566,11 +566,16 @@ class OwnedStep(ChunkedStep):
 
         Returns:
             The error of the step on this rank, if any, and the first loss: the mean over ranks.
+
+        Raises:
+            BaseException: The closure failed. Raised also if the step handles the error, since
+                other ranks do not call the closure again.
         """
         (owners,) = self._owners
         (chunk,) = owners.chunks
         losses: list[Any] = []
         error: Exception | None = None
+        closure_error: BaseException | None = None
 
         def evaluate(closure: Callable[[], Any]) -> Any:
             if losses:
@@ -595,8 +600,15 @@ class OwnedStep(ChunkedStep):
 
         def on_owner(closure: Callable[[], Any]) -> Callable[[], Any]:
             def call() -> Any:
+                nonlocal closure_error
+                if closure_error is not None:
+                    raise closure_error
                 owners.tell(True)
-                return evaluate(closure)
+                try:
+                    return evaluate(closure)
+                except BaseException as caught:
+                    closure_error = caught
+                    raise
 
             return call
 
@@ -608,6 +620,8 @@ class OwnedStep(ChunkedStep):
                 self._step_chunk(optimizer, chunk, arguments, named)
             except Exception as caught:  # Continue: other ranks wait for weights.
                 error = caught
+            if closure_error is not None:  # Other ranks fail in the closure, and do not wait.
+                raise closure_error
             owners.tell(False)
         else:
             closures = [each for each in (*args[1:], *kwargs.values()) if callable(each)]

@@ -155,8 +155,8 @@ class UnitWrites(UnitWatch):
         name = records[hidden.index(True)].name
         warnings.warn(
             f"{name}: expected forward to write weights in a way that autograd counts; found that "
-            "it wrote this one through .data or a NumPy array. What it wrote in the last "
-            f"{num_unseen} uses of unit {self._label} may be lost; from now on it is kept. Write "
+            "it wrote this one through .data or a NumPy array. Writes of the last "
+            f"{num_unseen} uses of unit {self._label} may be lost; later writes are kept. Write "
             "by operations in place under torch.no_grad()",
             stacklevel=2,
         )
@@ -261,8 +261,8 @@ class WrittenWeights(ModelWatch):
             if ranks_differ:
                 raise RuntimeError(
                     f"{names}: expected weights that forward does not write within "
-                    "engine.together(), where ranks use different modules; found some that were "
-                    "written. Write them between steps"
+                    "engine.together(), where ranks use different modules; found weights that "
+                    "forward has written. Write them between steps"
                 )
             values = torch.stack(list(prints.values())).tolist()
             found = [

@@ -229,6 +229,27 @@ class Popping(Pushing):
         return Block.forward(self, x + skips.pop())
 
 
+class Nested(Skipping):
+    """As above; the list is within a tuple, or within a dict in a tuple."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips: list[Tensor] = []
+        for block in (*self.down, *self.up):
+            x = block(x, skips=({"skips": skips},)) if block is self.up[1] else block(x, (skips,))
+        return x.square().mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in (*self.down, *self.up):
+            block.forward = partial(with_unpacked_skips, block.forward)  # type: ignore[method-assign]
+
+
+def with_unpacked_skips(forward: Any, x: Tensor, skips: Any) -> Tensor:
+    (inner,) = skips
+    found: Tensor = forward(x, inner["skips"] if isinstance(inner, dict) else inner)
+    return found
+
+
 class Delegating(nn.Module):
     """A wrapper that has the attributes of the module within it."""
 
@@ -266,7 +287,7 @@ def sequences(rows: int, seed: int) -> reference.Batch:
     return (vector_batch(4 * rows, seed, WIDTH)[0].view(rows, 4, WIDTH),)
 
 
-@pytest.mark.parametrize("make", [Skipping, Delegated])
+@pytest.mark.parametrize("make", [Skipping, Nested, Delegated])
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_lists_that_blocks_change_and_wrappers_that_delegate(level: str, make: Any) -> None:

@@ -10,6 +10,7 @@ import functools
 import gc
 from collections.abc import Callable
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fsdp_engine as fe
 from fsdp_engine.comm.make_lanes import make_lanes
+from fsdp_engine.extensions.activations import host_pool
+from fsdp_engine.extensions.activations.host_pool import HostPool
 from fsdp_engine.extensions.activations.offloaded_activations import ActivationOffload
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.units.blocks import find_blocks
@@ -30,6 +33,21 @@ from tests.pool import on_ranks
 ALL = fe.OffloadActivations(min_bytes=0)
 CPU = torch.device("cpu")
 Function = Callable[[Tensor], Tensor]
+
+
+def test_memory_that_cannot_be_allocated_is_not_counted() -> None:
+    pool = HostPool(lambda: None, lambda block: None)
+    block, _ = pool.take(64)
+    with (
+        mock.patch.object(host_pool, "HostBlock", side_effect=RuntimeError("no memory")),
+        pytest.raises(RuntimeError, match="no memory"),
+    ):
+        pool.take(1 << 20)
+    assert pool.bytes_in_use == 64
+    pool.put(block, None)
+    pool.take(128)
+    # The limit is the peak, 128 bytes: the idle block is freed.
+    assert pool.idle_bytes == 0
 
 
 class Block(nn.Module):

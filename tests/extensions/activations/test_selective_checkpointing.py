@@ -245,8 +245,8 @@ def test_compiled_blocks_train_the_same(when: str, checkpointing: Any) -> None:
     ("given", "error", "message"),
     [
         ({"every": 0}, ValueError, "every: expected 1 or more; found 0"),
-        ({"every": 2.0}, TypeError, "every: expected a whole number; found 2.0"),
-        ({"every": True}, TypeError, "every: expected a whole number; found True"),
+        ({"every": 2.0}, TypeError, "every: expected an integer; found 2.0"),
+        ({"every": True}, TypeError, "every: expected an integer; found True"),
         ({"policy": "op"}, TypeError, "policy: expected None, 'selective', a function"),
         ({"policy": [aten.mm]}, TypeError, "policy: expected operations such as .*; found <OpOver"),
         ({"policy": ["mm"]}, TypeError, "policy: expected operations such as .*; found 'mm'"),

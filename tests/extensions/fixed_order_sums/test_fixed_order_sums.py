@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.fixed_order_sums.exact_norm import exact_norm
+from fsdp_engine.extensions.fixed_order_sums.step_sums import LeafLoop
 from fsdp_engine.extensions.fixed_order_sums.tree_sum import TreeSum
 from fsdp_engine.strategies import LEVELS
 from tests.extensions.fixed_order_sums.scene import Net, Training, Values, batch_of
@@ -430,7 +432,7 @@ def test_a_misuse_raises_on_all_ranks(name: str) -> None:
 
 REFUSALS: dict[str, tuple[Callable[[], Any], str]] = {
     "kind of leaves": (lambda: fe.FixedOrderSums(leaves=0), "leaves: expected a positive number"),
-    "seed": (lambda: fe.FixedOrderSums(leaves=1, seed="a"), "seed: expected a whole number"),  # type: ignore[arg-type]
+    "seed": (lambda: fe.FixedOrderSums(leaves=1, seed="a"), "seed: expected an integer"),  # type: ignore[arg-type]
     "leaves": (lambda: Training(leaves=6).start(), "a multiple of 4, .* found 6.*are 4 or 8"),
     "few leaves": (lambda: Training(leaves=3).start(), "a multiple of 4, .* The nearest are 4"),
     "dtypes": (
@@ -470,6 +472,22 @@ def test_an_inner_axis_of_three_is_refused_on_two_axes() -> None:
         fe.FixedOrderSums(leaves=6).check(setup)
 
 
+def test_a_leaf_seeds_only_the_generators_that_its_loop_restores() -> None:
+    engine: Any = SimpleNamespace(
+        model=nn.Linear(2, 2), mesh=SimpleNamespace(device=torch.device("cpu"))
+    )
+    loop = LeafLoop(engine, 2, 0, 0)
+    with mock.patch.object(torch.cuda, "manual_seed_all") as all_devices:
+        loop.begin_leaf(0)
+        all_devices.assert_not_called()
+        expected = torch.initial_seed()
+        loop._device = mock.Mock()
+        loop.begin_leaf(0)
+    loop._device.manual_seed.assert_called_once_with(expected)
+    loop._device = None
+    loop.end()
+
+
 def norm_of(*shards: Tensor, order: float = 2.0) -> Tensor:
     return exact_norm(list(shards), order, None, torch.device("cpu"))
 
@@ -491,6 +509,7 @@ def test_the_norm_does_not_depend_on_the_shards_and_is_exact() -> None:
     ("values", "wanted"),
     [
         ([0.0, -0.0], 0.0),
+        ([1.4e-45], 1.4e-45),  # the smallest fp32 number
         ([3e-45, 4e-45], 4e-45),
         ([1e38, 1e38], 1.4142135e38),
         ([3.4e38, 3.4e38], math.inf),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,27 @@ def test_a_rank_without_a_batch_gets_a_copy_of_another_ranks_with_weight_0() -> 
     assert [batch["x"].tolist() for batch, _ in found] == [[10.0 + each] * 2 for each in numbers]
 
 
+class LoadedOnRank1:
+    """A batch that other ranks cannot load, as one of a class that they cannot import."""
+
+    def __reduce__(self) -> Any:
+        return fail_unless_on_rank_1, ()
+
+
+def fail_unless_on_rank_1() -> None:
+    if dist.get_rank() != 1:
+        raise ImportError("no such class")
+
+
+@on_ranks(3)
+def test_a_copy_of_a_batch_that_a_rank_cannot_load_fails_on_all() -> None:
+    engine = fe.shard(nn.Linear(2, 2))
+    batches = [LoadedOnRank1()] if dist.get_rank() == 1 else []
+    text = r"loader: .*; found an empty loader, .*: no such class"
+    with pytest.raises(ValueError, match=text):
+        next(engine.even_batches(batches))
+
+
 @on_ranks(2)
 def test_errors_of_one_rank_are_raised_on_all() -> None:
     engine = fe.shard(nn.Linear(2, 2))
@@ -133,7 +155,7 @@ def test_errors_of_one_rank_are_raised_on_all() -> None:
         seen.extend(engine.even_batches(failing()))
     assert [batch for batch, _ in seen] == [0, 1]  # the batches before it
     batches = [lambda: None] if dist.get_rank() else []
-    with pytest.raises(ValueError, match=r"ranks without one.*a batch of type function"):
+    with pytest.raises(ValueError, match=r"an empty loader, and a batch of type function"):
         next(engine.even_batches(batches))
     model, net = sharded()
     count = torch.tensor(math.nan if dist.get_rank() else 3.0)
@@ -167,6 +189,18 @@ def test_whether_there_is_another_batch_is_known_without_waiting() -> None:
 
 
 # The mean.
+
+
+@on_ranks(2)
+def test_there_is_no_last_mean_loss_before_a_backward_of_one() -> None:
+    model, engine = sharded()
+    losses = model(rows(3, dist.get_rank()))
+    engine.mean_loss(losses.sum(), 3)  # Its backward does not run.
+    losses.mean().backward()
+    assert engine.last_mean_loss is None
+    model.zero_grad()
+    add_mean(engine, dist.get_rank())
+    check_seeds(model, [0, 1], engine)
 
 
 @on_few_ranks
@@ -354,7 +388,7 @@ REFUSED: dict[Callable[[fe.Engine], None], str] = {
     add_two: "expected cleared gradients before a step's first",
     add_another: r"expected a result of mean_loss.*found another loss",
     another_on_rank_1: r"expected results of mean_loss.* on all ranks, or",
-    add_penalty: r"found one of .*weight_decay",
+    add_penalty: r"found a gradient of the sharded parameter .*weight_decay",
     partial(after, "zero_grad_buffer"): "found one of a step that is over",
     partial(after, "reset"): "found one of a step that is over",
     twice: "found one of a step that is over",

@@ -50,7 +50,7 @@ def test_offloads_that_cannot_be_are_refused(fields: dict[str, Any], problem: st
 
 
 def check_places_of_the_device() -> None:
-    gradients = "offload.gradients: expected '{}', where main_w"
+    gradients = "offload.gradients: expected '{}', the place of main_w"
     whole = "offload.main_weights: expected main weights of"
     model = Small(2).to(on.NAME)
     for fields, level, problem in (

@@ -436,7 +436,7 @@ def test_a_state_has_hyperparameters_and_the_last_exchange() -> None:
     before = full_weights(other.model)
     first = next(iter(saved["weights"]))
     for change, words in (
-        ({}, "expected that of AdamW, the outer optimizer; found that of SGD"),
+        ({}, "expected state of the outer optimizer AdamW; found state of SGD"),
         ({"count": "x"}, "expected 'count' of type int; found a str"),
         ({"weights": {**saved["weights"], first: [1]}}, f"{first}: expected shape"),
         ({"weights": {first: saved["weights"][first]}}, "is missing"),
@@ -449,7 +449,7 @@ def test_a_state_has_hyperparameters_and_the_last_exchange() -> None:
         again.outer.state(again.engine).load_state_dict({**saved, "optimizer": missing})
     torch.testing.assert_close(full_weights(other.model), before, rtol=0, atol=0)
     with (
-        pytest.warns(UserWarning, match=r"that of replica 1; found that of replica 0")
+        pytest.warns(UserWarning, match=r"the state of replica 1; found the state of replica 0")
         if (run.place[0])
         else nullcontext()
     ):

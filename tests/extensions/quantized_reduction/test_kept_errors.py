@@ -166,7 +166,7 @@ def test_errors_of_other_parameters_begin_at_zero_and_other_shapes_are_refused()
     with pytest.raises(ValueError, match=rf"expected {name} with shape \(33,\); found \(640,\)"):
         job.errors.load_state_dict({**state, name: state[names[0]]})
     given = {key: state[key] for key in names} | {"other": state[name]}
-    with pytest.warns(UserWarning, match=f"of 3 parameters; found 3: other, {name} differ"):
+    with pytest.warns(UserWarning, match=f"of 3 parameters; found errors of 3: other, {name} are"):
         job.errors.load_state_dict(given)
     found = job.errors.state_dict()
     assert not reference.full(found[name]).any()

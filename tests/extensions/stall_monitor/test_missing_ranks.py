@@ -499,3 +499,62 @@ def test_a_rank_that_trains_asks_the_store_nothing() -> None:
     while not store.num_questions and time.monotonic() < deadline:
         time.sleep(0.1)
     assert store.num_questions
+
+
+class EndingStore:
+    """A store whose rank ends after it has answered where the other ranks are."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def add(self, key: str, value: int) -> int:
+        if key == "alarms" and value:
+            raise dist.DistNetworkError("the store has ended")
+        return int(self._store.add(key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        if keys[0].startswith("forwards"):
+            raise dist.DistNetworkError("the store has ended")
+        return bool(self._store.check(keys))
+
+
+def monitor_beside_one_that_left() -> StallMonitor | None:
+    """The monitor of rank 0, once that of rank 1 has left its last message; None on rank 1."""
+    activity.start_monitor()
+    monitor = present_monitor()
+    if dist.get_rank() == 1:
+        monitor.end()
+        is_told("left")
+        do_something_else("over")
+        return None
+    do_something_else("left")
+    return monitor
+
+
+@on_ranks(2)
+def test_a_diagnosis_is_kept_if_the_store_ends_after_it() -> None:
+    if (monitor := monitor_beside_one_that_left()) is None:
+        return
+    store: Any = EndingStore(monitor._store)
+    monitor._store = store
+    assert "rank 1 has ended" in monitor.missing_at("all-gather of a", [0, 1])
+    is_told("over")
+
+
+@on_ranks(2)
+def test_an_alarm_of_the_monitor_thread_ends_this_ranks_own_wait() -> None:
+    if (monitor := monitor_beside_one_that_left()) is None:
+        return
+    with logged(patience_seconds=0.5) as lines:
+        activity.ACTIVITY.waits = SimpleNamespace(label="all-gather of a", ranks=[0, 1])
+        do_something_else()
+        activity.ACTIVITY.waits = None
+    assert "rank 1 has ended" in lines[0]
+    assert monitor.has_alarm()
+    # Its own wait has failed then, so its own alarm ends no second one.
+    assert "rank 1 has ended" in monitor.missing_at("all-gather of a", [0, 1])
+    assert not monitor.has_alarm()
+    is_told("over")

@@ -132,14 +132,18 @@ def of_two_recipes() -> nn.Module:
 
 
 POLICY = "weight: expected mp_policy.param_dtype to be None or torch.bfloat16.*found torch"
-SCRATCH = "reuse_grad_buf_for_mxfp8_param_ag: expected unsharded grad"
+SCRATCH = r"through_gradients \(.*reuse_grad_buf_for_mxfp8_param_ag\): expected unsharded grad"
 # Model, options of ``shard``, words of the error.
 STACKS: list[tuple[Callable[[], nn.Module], dict[str, Any], str]] = [
     (partial(make_stack, "current"), policy_of(torch.float16), rf"{POLICY}\.float16"),
     (partial(make_stack, "current"), policy_of(torch.float32), rf"{POLICY}\.float32"),
-    (partial(make_stack, "mxfp8"), {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
-    (Stack, {"config": KEEPS}, f"keep_fp8_transpose_cache: {NO_TRANSPOSES}"),
-    (Stack, {"config": REUSES}, f"reuse_grad_buf_for_mxfp8_param_ag: {NO_TRANSPOSES}"),
+    (
+        partial(make_stack, "mxfp8"),
+        {"config": KEEPS},
+        rf"keep_fp8_transpose_cache\): {NO_TRANSPOSES}",
+    ),
+    (Stack, {"config": KEEPS}, rf"keep_fp8_transpose_cache\): {NO_TRANSPOSES}"),
+    (Stack, {"config": REUSES}, rf"reuse_grad_buf_for_mxfp8_param_ag\): {NO_TRANSPOSES}"),
     (partial(make_stack, "block"), {"config": REUSES, "strategy": "optim"}, "MXFP8.*found none"),
     (partial(make_stack, "mxfp8"), {"config": REUSES, "strategy": "optim_grads"}, SCRATCH),
     (partial(make_stack, "mxfp8"), {"config": REUSES, "strategy": CUT}, SCRATCH),

@@ -180,7 +180,7 @@ def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     fe.shard(extra, None, owned.CUT)
     optimizer.add_param_group({"params": extra.parameters()})
     before = owned.values(model)
-    with pytest.raises(ValueError, match="expected it among the parameters that it was with"):
+    with pytest.raises(ValueError, match="expected the same group of parameters as when"):
         optimizer.step()
     assert all(map(torch.equal, owned.values(model), before))
 
@@ -318,6 +318,57 @@ def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: s
     assert losses[2] < 0.5 * losses[0]
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= 1e-4 * other.norm() + 1e-7
+
+
+class Retrying(torch.optim.LBFGS):
+    """Its step calls the closure again after an error."""
+
+    def step(self, closure: Any) -> Any:
+        def twice() -> Any:
+            try:
+                return closure()
+            except ValueError:
+                return closure()
+
+        return super().step(twice)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Retrying])
+@pytest.mark.parametrize("failing_call", [1, 2])
+@on_ranks(2)
+def test_an_error_of_a_closure_is_raised_at_once_and_training_continues(
+    kind: type[torch.optim.LBFGS], failing_call: int
+) -> None:
+    side = owned.sharded(lambda model: kind(model.parameters(), lr=0.1, max_iter=3))
+    before = side.optimizer.step(side.closure(0))
+    calls = []
+
+    def closure() -> Tensor:
+        calls.append(1)
+        if len(calls) == failing_call:
+            raise ValueError("bad batch")
+        return side.closure(0)()
+
+    with pytest.raises(ValueError, match="bad batch"):
+        side.optimizer.step(closure)
+    assert len(calls) == failing_call
+    side.engine.reset()
+    side.optimizer.step(side.closure(0))
+    assert side.optimizer.step(side.closure(0)) < before
+
+
+@on_ranks(2)
+def test_a_closure_that_leaves_a_gradient_on_some_ranks_only_fails_on_all() -> None:
+    side = owned.sharded(lambda model: torch.optim.LBFGS(model.parameters(), max_iter=3))
+
+    def closure() -> Tensor:
+        loss = side.closure(0)()
+        if dist.get_rank() == 1:
+            side.model[0].weight.grad = None
+        return loss
+
+    with pytest.raises(RuntimeError, match=r"0\.weight: expected a gradient on all ranks"):
+        side.optimizer.step(closure)
 
 
 class Restoring(owned.Whitening):
