@@ -405,7 +405,11 @@ MISUSES: dict[str, tuple[Callable[[Any], None], type[Exception], str]] = {
         "one call for each of 12 leaves, .* found 0 to 1 calls",
     ),
     "no samples": (_no_samples, RuntimeError, "found 1 to 1 calls and 0 samples"),
-    "engine.mean_loss": (_mean_of_the_engine, RuntimeError, "reduces them further"),
+    "engine.mean_loss": (
+        _mean_of_the_engine,
+        RuntimeError,
+        "extensions that reduce gradients again",
+    ),
     "norm": (_norm, ValueError, "norm_type: expected 2 or inf"),
     "counts": (_vector_of_counts, ValueError, r"count: expected one element; found .* \(2,\)"),
     "penalty": (_penalty, RuntimeError, r"rare: .* found one of a penalty"),
