@@ -506,14 +506,13 @@ class Engine:
     def optimizer_stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Mark main weights as changed. Called after each step of any optimizer."""
         self.guard.check_optimizer(optimizer)
-        if not self.is_stepped_by(optimizer):
-            return  # a rank may step an optimizer of other parameters alone
+        # Any optimizer may change main weights: it may hold copies, which it writes back.
         for buffer in self.buffers:
             if buffer.grads is not None:  # optimizers do not change frozen weights
                 buffer.weights.mark_stale()
         self.scheduler.invalidate_graphs(optimizer)
-        # While ranks differ, some of them may not run another forward.
-        if not self._timing.gathers_in_forward or self.scheduler.ranks_differ:
+        gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
+        if gathers_now or self.scheduler.ranks_differ:  # some ranks may not run another forward
             self.scheduler.gather_before_forward(wait=True, sharded=False)
 
     @property
@@ -521,15 +520,16 @@ class Engine:
         """The number of engines that were made before for the same ranks; equal on these ranks."""
         return self.communicators.data.number
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether gradients of a step were reduced since ``shard()``."""
+        return self.reductions.num_steps > 0
+
     def is_stepped_by(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Returns whether ``optimizer`` has parameters of this engine, or views of their shards."""
+        """Returns whether ``optimizer`` has parameters of this engine."""
         own = self._sharded_ids
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(id(param) in own for param in params):
-            return True
-        addresses = {_address(param) for param in params if not isinstance(param, DTensor)} - {0}
-        return bool(addresses) and any(
-            _address(buffer.weights.main.tensor) in addresses for buffer in self.buffers
+        return any(
+            id(param) in own for group in optimizer.param_groups for param in group["params"]
         )
 
     def _optim_group(self) -> torch.distributed.ProcessGroup | None:
@@ -560,11 +560,3 @@ def engine_within(model: nn.Module) -> str | None:
 
 
 register()
-
-
-def _address(tensor: Tensor) -> int:
-    """Returns the address of the tensor's storage. 0: it has none, such as a wrapper subclass."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0

@@ -356,6 +356,8 @@ def _all_reduce(
         operation = partial(_sum_rest, comm, sent[-rest:], tensor[-rest:], how, is_copied)
         _add_reduction(chain, context, "all-reduce", axis, sent, tensor, operation, how)
         tensor, sent = tensor[:-rest], sent[:-rest]
+        if not tensor.numel():
+            return
     own = comm.part(tensor)
     scatter = _scatter(comm, sent, own, is_copied, how)
     _add_reduction(chain, context, "all-reduce", axis, sent, own, scatter, how)

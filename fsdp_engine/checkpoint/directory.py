@@ -40,6 +40,15 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def directories_below(path: Path) -> str:
+    """Returns a text with the names of folders in ``path`` that are directories of checkpoints; ""
+    if there are none."""
+    if not path.is_dir():
+        return ""
+    names = sorted({each.parent.parent.name for each in path.glob(f"*/step-*/{MANIFEST}")})
+    return f"; there are some in {', '.join(names[:8])} below it" if names else ""
+
+
 class CheckpointDirectory:
     """A directory of checkpoints; see the module docstring.
 

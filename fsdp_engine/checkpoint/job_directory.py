@@ -12,7 +12,8 @@ from typing import Literal
 
 from torch.distributed import ProcessGroup
 
-from fsdp_engine.checkpoint.directory import CheckpointDirectory
+from fsdp_engine.callers import user_stacklevel
+from fsdp_engine.checkpoint.directory import CheckpointDirectory, directories_below
 from fsdp_engine.checkpoint.files import CheckpointFiles
 from fsdp_engine.checkpoint.manifest import MANIFEST
 from fsdp_engine.checkpoint.stage_place import Place
@@ -156,7 +157,13 @@ class SharedDirectory(JobDirectory):
                 found = list(self._directory.complete())
             except OSError as caught:
                 error = caught
-        return list(agree("steps()", error, self._ranks.control_group, found)[0])
+        steps = list(agree("steps()", error, self._ranks.control_group, found)[0])
+        if self._ranks.is_first and not steps and (below := directories_below(self.path)):
+            warnings.warn(
+                f"steps(): found no complete checkpoint in {self.path}{below}",
+                stacklevel=user_stacklevel(),
+            )
+        return steps
 
     @contextmanager
     def open(self, step: Step) -> Iterator[CheckpointFiles]:
@@ -192,7 +199,8 @@ def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) ->
         FileNotFoundError: The step is not in ``complete``.
     """
     if not complete or (step != "latest" and step not in complete):
-        found = f"those of steps {sorted(complete)}" if complete else "none"
+        below = directories_below(Path(where))
+        found = f"those of steps {sorted(complete)}" if complete else f"none{below}"
         which = "a complete checkpoint" if step == "latest" else f"the checkpoint of step {step}"
         raise FileNotFoundError(f"step: expected {which} in {where}; found {found}")
     return max(complete) if step == "latest" else step

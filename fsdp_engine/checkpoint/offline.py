@@ -20,7 +20,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, file_sums, read_metadata
-from fsdp_engine.checkpoint.directory import CheckpointDirectory
+from fsdp_engine.checkpoint.directory import CheckpointDirectory, directories_below
 from fsdp_engine.checkpoint.folder import read_entries
 from fsdp_engine.checkpoint.inert_pickle import read_object
 from fsdp_engine.checkpoint.manifest import (
@@ -84,7 +84,7 @@ def find_folders(
     if not complete and not incomplete:
         raise FileNotFoundError(
             f"path: expected a checkpoint, or a directory of checkpoints; found neither {MANIFEST} "
-            f"nor {METADATA} in {path}, and no complete step-... below it"
+            f"nor {METADATA} in {path}, and no complete step-... in it{directories_below(path)}"
         )
     return [*list(complete.values())[0 if every else -1 :], *incomplete]
 

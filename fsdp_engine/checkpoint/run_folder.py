@@ -85,7 +85,7 @@ class Run:
         self._optimizer = optimizer
         self._trainable_only = trainable_only
         self.ranks = self._engine.ranks
-        self._random_use = RandomUse(self.ranks.device)
+        self._random_use = RandomUse(self.ranks.device, was_used=self._engine.has_trained)
         self._signature: list[str] = []
         self._ties: dict[str, str] = {}
 
@@ -246,10 +246,7 @@ class Run:
             before_load=before_load,
         )
 
-        def warn(text: str) -> None:
-            if self.ranks.is_first:
-                warnings.warn(f"load of {files.folder}: {text}", stacklevel=4)
-
+        warned: list[str] = []
         of_rank_0: list[str] = []
         if is_same_job and ranks_key in match.targets:
             own = match.targets[ranks_key]
@@ -260,14 +257,14 @@ class Run:
             self._random_use.restart(was_used=was_used)
             other = f"expected {self.ranks.size} ranks at the save; found {manifest.world_size}. "
             if was_used:
-                warn(
+                warned.append(
                     f"{other}Random states stay as they are, so that a loop that draws its batches "
                     "by them repeats the first ones. Seed each step by its number and the rank, or "
                     "call torch.manual_seed(seed + step * ranks + rank) now"
                 )
             if of_rank_0:
                 more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""
-                warn(
+                warned.append(
                     f"{other}The saved ranks had different values of "
                     f"{', '.join(of_rank_0[:8])}{more}; every rank has loaded those of rank 0"
                 )
@@ -280,7 +277,7 @@ class Run:
             error = caught
         agree(what, error, self.ranks.control_group)
         if unused := [name for name in found if name not in self._extra]:
-            warn(
+            warned.append(
                 f"expected an object in extra for each saved state; found none for "
                 f"{', '.join(unused)}, whose state is not loaded. Pass "
                 f"extra={{{unused[0]!r}: ...}}, or read it from the result's extra"
@@ -290,7 +287,10 @@ class Run:
                 continue
             # This is a warning, not an error, because weights are already replaced.
             problems.append(f"missing {EXTRA}.{name}: expected its state; found nothing")
-            warn(f"{problems[-1]}; it keeps the state from before the load")
+            warned.append(f"{problems[-1]}; it keeps the state from before the load")
+        if self.ranks.is_first:  # after the last collective, since warnings may be errors
+            for text in warned:
+                warnings.warn(f"load of {files.folder}: {text}", stacklevel=3)
         return RunReport(manifest.step, problems, found, of_rank_0)
 
     def _load_extra(self, found: Mapping[str, Any]) -> None:

@@ -84,11 +84,12 @@ class RandomUse:
 
     Args:
         device: The device. Its generator is observed in addition to those of the CPU.
+        was_used: Whether the run may have drawn before.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, was_used: bool = False) -> None:
         self._device = device
-        self._was_used = False
+        self._was_used = was_used
         self._before = self._digests(random_state(device))
 
     def is_used(self, state: Mapping[str, Any]) -> bool:

@@ -90,6 +90,11 @@ class ShardedModel(Protocol):
         """All buffers of all units."""
         ...
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether gradients of a step were reduced since ``shard()``."""
+        ...
+
     def weights_changed(self) -> None:
         """Notify the engine that main weights were changed."""
         ...
@@ -324,6 +329,11 @@ class _JointModel:
             for name, engine in self._engines.items()
             for buffer in engine.buffers
         ]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether an engine has reduced gradients of a step."""
+        return any(engine.has_trained for engine in self._engines.values())
 
     def weights_changed(self) -> None:
         """Notify the engines that main weights were changed."""

@@ -143,14 +143,15 @@ def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
         if is_grouped
         else [TensorGroup(r.name, 1, r.shape, r.dtype) for r in rows]
     )
-    for each in lines[: None if every else 2 * MAX_TENSORS]:
+    most = len(lines) if every or len(lines) < 3 * MAX_TENSORS else 2 * MAX_TENSORS
+    for each in lines[:most]:
         row = TensorRow(each.name, each.shape, each.dtype)
         cells = [escape(each.name), *([f"{each.count:,}"] if is_grouped else [])]
         cells += [escape(str([*each.shape])), each.dtype]
         elements = each.count * math.prod(each.shape)
         table.add_row(*cells, f"{elements:,}", format_bytes(each.count * tensor_bytes(row)))
-    if not every and len(lines) > 2 * MAX_TENSORS:
-        table.add_row(f"and {len(lines) - 2 * MAX_TENSORS:,} lines more (--match, --all)")
+    if not every and len(lines) > most:
+        table.add_row(f"and {counted(len(lines) - most, 'line')} more (--match, --all)")
     return table
 
 

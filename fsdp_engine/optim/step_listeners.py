@@ -7,7 +7,7 @@ listener may issue collectives.
 FSDP2's tutorial loads full optimizer state with ``distribute_tensor(value, param.device_mesh,
 param.placements)`` for each value, and ``optimizer.load_state_dict``. The results are DTensors over
 this rank's slices. Before the next step the engine replaces them by FlatDTensors over the same
-memory.
+memory. The state in a checkpoint of DDP is full; it is replaced by this rank's slices.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _CONVERTED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionar
 
 
 def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
-    """Convert loaded state of sharded parameters from DTensors to FlatDTensors. A step pre-hook."""
+    """Convert loaded state of sharded parameters to FlatDTensors. A step pre-hook."""
     state = optimizer.__dict__["state"]
     if _CONVERTED.get(optimizer) is state:
         return
@@ -75,10 +75,19 @@ def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
         if not isinstance(param, FlatDTensor):
             continue
         for key, value in values.items():
-            if isinstance(value, DTensor) and not isinstance(value, FlatDTensor):
-                local = slice_of_distributed(value, param.flat_placement)
-                if local is not None:
-                    values[key] = FlatDTensor.from_flat_local(local, param.flat_placement)
+            if (local := _loaded_slice(value, param)) is not None:
+                values[key] = FlatDTensor.from_flat_local(local, param.flat_placement)
+
+
+def _loaded_slice(value: Any, param: FlatDTensor) -> torch.Tensor | None:
+    """Returns this rank's slice of a loaded value; None: the value stays as it is."""
+    if isinstance(value, DTensor):
+        is_flat = isinstance(value, FlatDTensor)
+        return None if is_flat else slice_of_distributed(value, param.flat_placement)
+    # A number of steps is 0-d, as a scalar parameter is.
+    if type(value) is torch.Tensor and value.ndim and value.shape == param.shape:
+        return param.flat_placement.slice_of_full(value).clone()
+    return None
 
 
 class Listener(Protocol):

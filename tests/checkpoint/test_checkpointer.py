@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fcntl
 import gc
@@ -657,6 +658,53 @@ def test_a_folder_that_is_one_checkpoint_is_refused_as_directory() -> None:
     for call in (inner.steps, inner.load, partial(inner.save, 4)):
         raises_each((Exception, text, call))
     assert checkpointer.steps() == [3]
+
+
+@on_ranks(2)
+def test_directories_below_a_folder_without_checkpoints_are_named() -> None:
+    folder = shared_folder()
+    _, engine, _ = small()
+    for name in ("best", "latest"):
+        with contextlib.closing(fe.Checkpointer(f"{folder}/{name}", engine)) as each:
+            each.save(3)
+    outer = fe.Checkpointer(folder, engine)
+    text = "there are some in best, latest below it"
+    raises_each((FileNotFoundError, f"found none; {text}", outer.load))
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        assert outer.steps() == []
+    found = [each for each in shown if text in str(each.message)]
+    assert len(found) == (dist.get_rank() == 0)
+    assert all(each.filename == __file__ for each in found)
+
+
+def load_with_errors(folder: str) -> str:
+    """Load a run while warnings are errors. Returns the error of this rank."""
+    checkpointer = fe.Checkpointer(folder, fe.shard(nn.Linear(4, 4)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            checkpointer.load()
+        except UserWarning as caught:
+            return str(caught)
+    return ""
+
+
+def test_a_warning_that_is_an_error_leaves_no_rank_waiting(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(save_there, str(tmp_path), 0, world_size=2)
+    first, *others = ranks.run(load_with_errors, str(tmp_path), world_size=3)
+    assert "Random states stay" in first
+    assert others == ["", ""]
+
+
+@on_ranks(2)
+def test_a_checkpointer_that_is_made_after_a_step_takes_the_run_as_one_that_draws() -> None:
+    engine = fe.shard(model := nn.Linear(4, 4), initial_values="rank0")
+    assert not engine.has_trained
+    model(torch.ones(2, 4)).sum().backward()
+    assert engine.has_trained
+    use = fe.Checkpointer(shared_folder(), engine)._run._random_use
+    assert use.is_used(random_state(engine.ranks.device))
 
 
 def save_there(folder: str, drawing: int | None) -> None:

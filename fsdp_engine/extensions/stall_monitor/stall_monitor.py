@@ -170,6 +170,13 @@ class _Run(NamedTuple):
         return _place(self.code, self.line)
 
 
+def _shortened(error: BaseException) -> str:
+    """Returns the start of a message. Of a failed wait it is the operation that did not complete,
+    since the rest describes the ranks that read this text."""
+    text, waits, _ = str(error).partition(" did not complete: another rank failed")
+    return f"{text} did not complete" if waits else shorten(text, 240, placeholder=" ...")
+
+
 _LATEST: list[StallMonitor] = []
 
 
@@ -241,11 +248,7 @@ class StallMonitor(Monitor):
         interpreter: a thread within a call of the store would abort the process."""
         if not self._over.is_set():
             error = getattr(sys, "last_value", None)
-            why = (
-                ""
-                if error is None
-                else f" with {type(error).__name__}: {shorten(str(error), 240, placeholder=' ...')}"
-            )
+            why = "" if error is None else f" with {type(error).__name__}: {_shortened(error)}"
             self._over.set()
             self._publish_end(f"has ended{why}")
         self._thread.join(ANSWER_SECONDS)

@@ -621,7 +621,10 @@ class OwnedStep(ChunkedStep):
             except Exception as caught:  # Continue: other ranks wait for weights.
                 error = caught
             if closure_error is not None:  # Other ranks fail in the closure, and do not wait.
-                raise closure_error
+                try:
+                    raise closure_error
+                finally:
+                    closure_error = None  # Its traceback refers to this frame.
             owners.tell(False)
         else:
             closures = [each for each in (*args[1:], *kwargs.values()) if callable(each)]

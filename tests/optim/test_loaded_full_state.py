@@ -1,0 +1,72 @@
+"""Optimizer state of an unsharded model, which is loaded into optimizers of sharded parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fsdp_engine as fe
+from fsdp_engine.strategies import LEVELS
+from tests import reference
+from tests.pool import on_ranks
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+}
+
+
+class Scaled(nn.Module):
+    """Has a scalar parameter, whose state has the shape of a number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+        self.layers = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x).square().mean() * self.scale
+        return result
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    model(x).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@on_ranks(2)
+def test_full_state_of_an_unsharded_model_is_sharded_when_it_is_loaded(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = Scaled()
+    expected = OPTIMIZERS[kind](plain.parameters())
+    for seed in range(2):
+        step(plain, expected, seed)
+    saved = [plain.state_dict(), expected.state_dict()]
+    saved = torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved)
+    for seed in range(2, 5):
+        step(plain, expected, seed)
+    for level in LEVELS:
+        for was_stepped in (False, True):
+            model = Scaled()
+            fe.shard(model, strategy=level, initial_values="rank0")
+            optimizer = OPTIMIZERS[kind](model.parameters())
+            if was_stepped:
+                step(model, optimizer, 9)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(
+                torch.utils._pytree.tree_map_only(Tensor, torch.clone, saved[1])
+            )
+            for seed in range(2, 5):
+                step(model, optimizer, seed)
+            for name, value in reference.full_weights(model).items():
+                torch.testing.assert_close(value, plain.state_dict()[name])
+            for param, state in optimizer.state.items():
+                for value in state.values():
+                    if isinstance(value, Tensor) and value.ndim:
+                        assert type(value) is type(param.detach()), (level, was_stepped)
