@@ -91,8 +91,8 @@ def step_time_over_fsdp2() -> str:
     """README's sentence."""
     ratios = [run[LEVEL_3]["over"]["FSDP2"]["median"] for run in _step_times().values()]
     return (
-        f"On two CPU ranks a step of level 3 takes {min(ratios):.2f} to {max(ratios):.2f} of "
-        "FSDP2's, by model and dtype.\n" + _gpu_over_fsdp2()
+        f"On two CPU ranks a step at `optim_grads_params` takes {min(ratios):.2f} to "
+        f"{max(ratios):.2f} of FSDP2's, by model and dtype.\n{_gpu_over_fsdp2()}"
     )
 
 
@@ -1775,7 +1775,7 @@ def _gpu_over_fsdp2() -> str:
     )
     return (
         f"On one H200 it takes {min(small):.2f} to {max(small):.2f} where the host limits it, "
-        f"{min(large):.2f} to {max(large):.2f} where the device does (1B parameters, bf16)."
+        f"{min(large):.2f} to {max(large):.2f} where the device limits it (1B parameters, bf16)."
     )
 
 
