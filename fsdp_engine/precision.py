@@ -61,8 +61,8 @@ class MixedPrecisionPolicy:
         output_dtype: Floating-point outputs of the root module are cast to this dtype. None: no
             cast.
         cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
-        preserve_fp32_weights: Where ``main_params_dtype`` is None, use the default dtype of main
-            weights. False: main weights then have the compute dtype.
+        preserve_fp32_weights: Where ``main_params_dtype`` is None, store main weights of bf16 and
+            fp16 parameters in fp32. False: store main weights in the compute dtype.
         own_dtypes: Where ``main_params_dtype`` is None, store main weights in the parameter's
             dtype. Where ``reduce_dtype`` is None, sum gradients in the compute dtype.
         narrow_grads: Where ``main_grads_dtype`` is None, accumulate and sum gradients in the

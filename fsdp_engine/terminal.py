@@ -31,7 +31,8 @@ class Column:
         drop: Position in the order in which columns are left out. 0: the column is never left out.
         fold: Position in the order in which columns are folded; columns with the same number are
             folded together. 0: the column is never folded.
-        folded: Name and cells of the folded column.
+        folded: The shorter name and cells that replace ``name`` and ``cells`` when the column is
+            folded.
     """
 
     name: str
@@ -194,7 +195,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def print_whole(table: Table) -> None:
-    """Print a table without truncating cells. A terminal that is too narrow wraps its lines."""
+    """Print a table without truncating cells. If the terminal is too narrow, lines are wrapped."""
     from rich.console import Console
 
     console = Console()

@@ -96,7 +96,7 @@ def set_main(buffer: ParamAndGradBuffer, values: Tensor, *, for_a_while: bool = 
     Args:
         buffer: The buffer.
         values: 1-D, of as many elements as this rank's shard.
-        for_a_while: The values replace the weights for a limited time, or end this time. Pending
+        for_a_while: The values replace the weights temporarily, or restore them afterwards. Pending
             backwards stay valid. False: where parameters are plain tensors, pending backwards raise
             an error, because the version counters of the parameters are increased.
     """

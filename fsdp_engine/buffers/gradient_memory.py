@@ -327,8 +327,8 @@ class GradientMemory:
         the next step will write them.
 
         Args:
-            looks: If the memory is resident, check whether the user holds tensors. The result is
-                otherwise False. Memory that is not resident is always checked.
+            looks: Also check resident memory. False: if the memory is resident, the method does not
+                check whether the user holds tensors, and returns False.
         """
         tensors.forget_zeroed()
         if self.is_resident:

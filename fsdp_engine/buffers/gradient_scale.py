@@ -65,7 +65,8 @@ class GradientScale:
         factor: ``alpha`` as an operand of products. It is a 1-D tensor where products must not be
             rounded to the gradient's dtype, because 1-D tensors take part in type promotion.
         later: The factor of a separate pass before the first reduction; 1.0: there is no such pass.
-        boost: The factor by which gradients in a buffer of the communication dtype are larger.
+        boost: The factor by which gradients in a buffer of the communication dtype are larger than
+            those that the optimizer gets.
         average: Whether the collectives divide by the number of ranks.
         num_ranks: The number of ranks, or the number by which users divide instead.
     """

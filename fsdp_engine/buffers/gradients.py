@@ -481,7 +481,7 @@ def scale_(grad: Tensor, factor: float | Tensor) -> None:
 
 
 def zeros_in(flags: bytearray | bytes) -> Iterator[int]:
-    """Yield the indices of zero bytes. The time depends on their number, not on all bytes."""
+    """Yield the indices of zero bytes. Python code runs only for these, not for other bytes."""
     place = flags.find(0)
     while place >= 0:
         yield place

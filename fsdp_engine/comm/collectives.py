@@ -207,8 +207,9 @@ class Communicator:
         Args:
             received: The destination. It contains the ranges of all ranks in the order of ranks.
             sent: The source. It contains the ranges for all ranks in the order of ranks.
-            received_sizes: Number of elements from each rank, 0 from this one.
-            sent_sizes: Number of elements for each rank, 0 for this one.
+            received_sizes: Number of elements from each rank. On gloo, the range from this rank
+                itself is not received.
+            sent_sizes: Number of elements for each rank.
             tag: Tag that distinguishes these messages from others in flight.
         """
         if not self._gloo:
@@ -285,8 +286,9 @@ class Communicator:
             out.add_(own)
             return
         received[self.rank] = own
-        # Shards are summed in the order of ranks, so that the result does not depend on the rank
-        # that computes it.
+        # In a wider dtype, shards are summed in the order of ranks, so that the result does not
+        # depend on the rank that computes it. Otherwise they are added to this rank's shard in
+        # place, which saves memory.
         parts = [received[rank] for rank in range(self.size)]
         if wide is not None:
             total = parts[0].to(wide)

@@ -42,12 +42,13 @@ tensors are in order) is an upper bound for ``S``.
 *Number of buffers.* If many tensors are long, ``S`` is a multiple of a least common multiple, which
 can be far more than ``1 / N`` of the elements. Separate buffers for the classes are then better.
 But each additional buffer is an additional collective in every gather and reduction. The rule: **an
-additional buffer has to save 0.1 % of the unit's elements**. At first each class has its own
-buffer. Then the planner joins the two buffers that save most elements, this price included, and
-repeats this until no pair saves any. The result is compared with a single buffer. Therefore a
-buffer with at most 0.1 % of padding is never split, and a split always has less padding than a
-single buffer. There are never more buffers than classes; granule 1 has its own buffer only if it
-would lengthen every shard by a step.
+additional buffer has to save 0.1 % of the unit's elements**. So the *cost* of a buffer is its
+number of elements plus this price of 0.1 %. At first each class has its own buffer. Then the
+planner joins the two buffers whose joining lowers the total cost most, and repeats this until no
+pair lowers it. The result is compared with a single buffer. Therefore a buffer with at most 0.1 %
+of padding is never split, and a split always has less padding than a single buffer. There are never
+more buffers than classes; tensors of granule 1 have their own buffer only if they would lengthen
+every shard of another buffer by a step.
 
 Worked example, 4 shards: ``a`` (10, 320) and ``b`` (11, 256) with rows as granules, ``c`` (128,)
 without. These are 6,144 elements, 1,536 for each shard.

@@ -21,7 +21,7 @@ autograd read full parameters without a hook of the engine, and they may run ear
 expects. Full parameters therefore have two storage objects: operations write to one, and the
 tensors of readers are over the other. The memory is moved from the first to the second once compute
 has waited (``expose``), and back before the next gather or before it is freed (``withdraw``).
-Otherwise readers have a storage without memory, as between two gathers:
+At all other times the storage of readers has no memory:
 
     gather                  written --- memory A      read --- nothing
     compute has waited      written --- nothing       read --- memory A

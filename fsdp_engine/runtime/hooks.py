@@ -155,8 +155,8 @@ class _Entered:
     Attributes:
         units: Pairs of a unit that the call has entered and must leave, and a flag: whether this
             use is part of the recorded order.
-        calls: A :class:`Call` for each of these units whose backward may follow. Units whose
-            backward a pending call of an earlier forward already observes have none.
+        calls: A :class:`Call` for each of these units whose backward may follow, unless a pending
+            call of an earlier forward already observes this backward.
         repeats: Whether the call runs within backward and repeats an earlier call.
         wants_calls: Whether autograd records the call, so that a backward may follow.
         alone: The input and its version counter, if the only input is one tensor that needs no
@@ -516,8 +516,8 @@ def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) ->
 
 
 def _children_without_hooks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield ``module`` and its descendants, without those that have hooks of the engine, and their
-    descendants."""
+    """Yield ``module`` and its descendants, except modules below it that have hooks of the engine,
+    and the descendants of these modules."""
     yield module
     for child in module.children():
         if child not in _HOOKS:

@@ -28,8 +28,9 @@ class UnitWatch:
         """Called before full parameters are removed from the modules or freed."""
 
     def reset(self) -> None:
-        """Called after an exception has ended the use, in which case changes of full parameters are
-        dropped, and after the unit has increased version counters of its full parameters."""
+        """Drop the record of the running use. Called after an exception has ended the use (changes
+        of full parameters are then dropped), and after the unit has increased the version counters
+        of its full parameters."""
 
 
 class ModelWatch:

@@ -2,8 +2,8 @@
 
 The prediction is used where memory must be counted or allocated before a step has run. It assumes
 that units are used in the order in which their modules were registered
-(:class:`~fsdp_engine.units.assignment.Expected`). A *moment* is the list of units that have full
-parameters, or staged gradients, at one time, in the order in which they get them.
+(:class:`~fsdp_engine.units.assignment.Expected`). A prediction is a sequence of *moments*. A moment
+is the list of the units that have full parameters, or staged gradients, at one time.
 """
 
 from __future__ import annotations

@@ -351,8 +351,8 @@ class ActivationOffload:
         self._by_storage: WeakValueDictionary[int, _Moved] = WeakValueDictionary()
         self._most_of_a_call = 0
         self._last: weakref.ref[_Call] | None = None
-        # Calls whose memory is held until it is copied, oldest first, and calls whose activations
-        # are on the device for backward, with whether their backward has started.
+        # `_leaving`: calls whose memory is held until it is copied, oldest first. `_arrived`: calls
+        # whose activations are on the device for backward, and whether this backward has started.
         self._leaving: dict[_Call, None] = {}
         self._arrived: dict[_Call, bool] = {}
         self._backward = -1

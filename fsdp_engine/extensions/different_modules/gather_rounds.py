@@ -31,8 +31,8 @@ unit that follows them in the recorded order. In forward, a unit that was named 
 expected until it is named again: nothing is prefetched beyond the place in the recorded order at
 which units will be named. In backward the order is known, since it is the reverse of the forward.
 Units that one call has named are then gathered in one round as well, together with the unit that
-precedes them. A rank holds the full weights of ``max_elements`` elements of named units, or of
-twice as many, if it waits for reductions or uses units in another order.
+precedes them. A rank holds at most ``max_elements`` elements of full weights of named units, or
+twice as many if it waits for reductions or uses units in another order.
 
 A reduction needs all ranks as well, and its staging buffer is freed when it is done. If a rank
 waited for a reduction that another rank has not submitted, it would not vote, and the other rank
@@ -654,8 +654,8 @@ def together(engine: Engine) -> Iterator[None]:
 
     Raises:
         RuntimeError: A forward or backward is running, contexts are nested, or another rank raised
-            an exception within the context. On all ranks: the numbers of backwards differ; names
-            the ranks and where they wait.
+            an exception within the context. Also raised, on all ranks, if the numbers of backwards
+            differ. The message names the ranks and the places at which they wait.
     """
     if not any(unit.reshards or unit.needs_refresh for unit in engine.units):
         yield

@@ -195,9 +195,9 @@ class StepSums(GradientObserver):
         """Keep the gradients of a microbatch, or set those of the step.
 
         Raises:
-            RuntimeError: No backward has run. Or the microbatch has changed a buffer, or has a
-                penalty on sharded parameters; names the tensor. Or, on all ranks, the ranks' steps
-                differ, or see :meth:`.FixedOrderSums.mean_loss`.
+            RuntimeError: No backward has run; or the microbatch has changed a buffer, or has a
+                penalty on sharded parameters, which the message names. Also raised, on all ranks,
+                if the ranks' steps differ, and as :meth:`.FixedOrderSums.mean_loss` describes.
         """
         loop = self.loop
         if loop is None or not self._is_open:
@@ -295,7 +295,8 @@ class StepSums(GradientObserver):
         were mean losses. Collective.
 
         Raises:
-            RuntimeError: The ranks' steps differ, or see :meth:`.FixedOrderSums.mean_loss`.
+            RuntimeError: The ranks' steps differ, or mean losses or samples are missing, as
+                :meth:`.FixedOrderSums.mean_loss` describes.
         """
         # Each row is zero on all ranks but one, so the sums over ranks are exact.
         group = self._engine.mesh.control_group

@@ -24,7 +24,8 @@ FIRST, EMPTY = "rank0", "empty"
 
 
 class ComparedValues(InitialValues):
-    """Initial values that are compared between ranks. See the module docstring and the class."""
+    """Initial values that are compared between ranks. See the module docstring and
+    :class:`InitialValues`."""
 
     choices = (SAME, FIRST, EMPTY)
 
@@ -38,7 +39,7 @@ class ComparedValues(InitialValues):
     def decide(
         self, notes: Sequence[Any], all_notes: Sequence[Any], ranks: Ranks, what: str
     ) -> InitialValues:
-        """See the class."""
+        """See :meth:`InitialValues.decide`."""
         comparison = Comparison(self._holdings, [digests for _, digests in notes], self._setup.data)
         has_meta = any(on_meta for on_meta, _ in all_notes)
         if self._choice == SAME and not has_meta:

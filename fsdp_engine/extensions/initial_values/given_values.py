@@ -86,8 +86,8 @@ class GivenValues(InitialValues):
             self._seed = agree(what, None, ranks.control_group, seed)[0]
 
     def give(self, index: int, planned: PlannedUnit, communicators: EngineCommunicators) -> None:
-        """See the class. If a module raises, the rank continues with uninitialized values, so that
-        all ranks issue the same collectives; :meth:`finish` raises on all ranks."""
+        """See :class:`InitialValues`. If a module raises, the rank continues with uninitialized
+        values, so that all ranks issue the same collectives; :meth:`finish` raises on all ranks."""
         if not self._plan.on_meta:
             return
         if self._tree is None:
@@ -107,7 +107,7 @@ class GivenValues(InitialValues):
             self._error = self._error or caught
 
     def finish(self, model: nn.Module, communicators: EngineCommunicators, num_units: int) -> None:
-        """See the class.
+        """See :class:`InitialValues`.
 
         Raises:
             Exception: A module on the meta device could not initialize itself on some rank. The
@@ -140,7 +140,7 @@ class GivenValues(InitialValues):
             broadcast_buffers(model, mesh, experts)
 
     def started(self, engine: Any) -> None:
-        """See the class."""
+        """See :class:`InitialValues`."""
         if self._missing:
             engine.missing_values.mark_empty(self._missing)
 

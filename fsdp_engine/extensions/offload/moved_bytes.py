@@ -64,8 +64,8 @@ class MovedBytes(StepChunk):
     def bring(self) -> None:
         """See :class:`StepChunk`."""
         self.fill()
-        # Of several tickets of one stream, a lane waits only for the last of the list. Compute's
-        # ticket is the newest, so it must be last.
+        # The copies into the memory follow the last copy out of it, and all work that compute was
+        # given so far.
         after = [*([] if self._taken is None else [self._taken]), self._offload.compute.record()]
         self._brought = self._offload.state_in.submit(
             f"bring {self._name}", self._bring_pieces, after=after

@@ -545,8 +545,9 @@ class OffloadedStep(ChunkedStep):
         return not _has_tensors(chain(groups, own))
 
     def _begin_pending(self, steps: Sequence[_ChunkStep]) -> None:
-        """Record ``steps`` as pending. Compute waits only for steps of parameters that users hold
-        as plain tensors."""
+        """Record ``steps`` as pending. Compute waits now only for steps of parameters that are
+        plain tensors or not offloaded, and for steps that stored tensors outside of the state of
+        parameters."""
         for chunk, (ticket, held) in zip(self._chunks, steps, strict=True):
             chunk.begin_pending(ticket, held)
             if chunk.has_plain:

@@ -26,7 +26,7 @@ from fsdp_engine.memory.allocator import HOST, Memory
 
 # DiLoCo's outer optimizer (https://arxiv.org/abs/2311.08105, section 3).
 NESTEROV = partial(SGD, lr=0.7, momentum=0.9, nesterov=True)
-_CHECKED = 2**20  # number of words that one step of a checksum sums
+_CHECKED = 2**20  # number of words that a checksum sums at a time
 # The role under which `Engine.memory_bytes` reports outer weights.
 _ROLE = "outer weights"
 

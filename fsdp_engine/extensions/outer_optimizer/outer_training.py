@@ -115,7 +115,8 @@ class OuterTraining(GradientObserver):
             for each in self.fragments
             if self.count % every == offset_of(each.number, len(self.fragments), every)
         ]
-        # With a delay, exchanges that end now began before those that begin now.
+        # With a delay, the outer steps that are due now belong to earlier exchanges. They precede
+        # the new exchanges.
         self._take_outer_steps()
         for fragment in due:
             self._finish(fragment)  # an exchange that a run with another delay has saved
@@ -175,7 +176,7 @@ class OuterTraining(GradientObserver):
 
         Waits for the communication of the exchanges. With ``bits``, save all replicas after the
         same inner step: on a CPU, a rank sends the second message of an exchange only while it
-        waits for it.
+        waits for the exchange.
 
         Raises:
             RuntimeError: The model temporarily has other weights, as in :meth:`swapped`. Or the

@@ -130,7 +130,7 @@ class SubmittedWork:
 class ForwardLines:
     """The user's lines that begin the forwards of this rank, the latest last.
 
-    Consecutive forwards from one line are one run, so that loops of any length are short.
+    Consecutive forwards from one line are one run, so that a loop of any length is one entry.
 
     Attributes:
         num_forwards: The number of forwards that have begun.
@@ -171,8 +171,8 @@ class _Run(NamedTuple):
 
 
 def _shortened(error: BaseException) -> str:
-    """Returns the start of a message. Of a failed wait it is the operation that did not complete,
-    since the rest describes the ranks that read this text."""
+    """Returns the start of an error message. For a failed wait, returns only the operation that did
+    not complete: the rest of the message describes the ranks that read this text."""
     text, waits, _ = str(error).partition(" did not complete: another rank failed")
     return f"{text} did not complete" if waits else shorten(text, 240, placeholder=" ...")
 

@@ -242,8 +242,8 @@ class Trials:
     def _values(
         self, shape: tuple[int, ...], dtype: torch.dtype, scale: float, seed: int
     ) -> list[Tensor]:
-        """Returns the initial values, followed by the gradient of each step. The scales of its two
-        parts differ."""
+        """Returns the initial values, followed by the gradient of each step. In some steps, the
+        first 2/5 of the gradient's elements have another scale than the rest."""
         generator = torch.Generator().manual_seed(seed)
 
         def normal() -> Tensor:

@@ -26,7 +26,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Maximum number of parameters and of ranks that each attempt to improve compares.
+# Maximum number of parameters of a rank, and of ranks, that one attempt to improve compares, and
+# maximum number of attempts.
 _MOST_COMPARED = 64
 _MOST_ATTEMPTS = 4096
 # Accepted increase of the largest share, relative to it, if fewer elements are communicated.
@@ -69,8 +70,9 @@ def step_work(shape: Sequence[int], *, multiplies: bool) -> float:
 
 
 def least_share(work: Sequence[float], num_ranks: int) -> float:
-    """Returns a lower bound of the busiest rank's work: the mean; or, since some rank has ``k + 1``
-    of the ``k * num_ranks + 1`` largest items, the ``k + 1`` smallest of these, for any ``k``."""
+    """Returns a lower bound of the busiest rank's work. It is the largest of these bounds: the
+    mean, and, for each ``k``, the sum of the ``k + 1`` smallest of the ``k * num_ranks + 1``
+    largest items, of which some rank has at least ``k + 1``."""
     most = sorted(work, reverse=True)
     counts = range(-(-len(most) // num_ranks))
     crowds = (sum(most[k * num_ranks - k : k * num_ranks + 1]) for k in counts)
