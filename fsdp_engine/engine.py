@@ -326,9 +326,12 @@ class Engine:
             The norm before clipping, a plain 0-d tensor that is equal on all ranks.
 
         Raises:
-            RuntimeError: The norm is not finite and ``error_if_nonfinite`` is True.
+            RuntimeError: A gradient is accumulated and not reduced, or the norm is not finite and
+                ``error_if_nonfinite`` is True.
             ValueError: ``norm_type`` is not positive.
         """
+        params = (param for buffer in self.buffers for param in buffer.sharded_params)
+        self.reductions.check_reduced(params, "clip_grad_norm_")
         self.scheduler.await_ranks()
         self.reductions.wait()
         num_others = self.ranks.size // self.mesh.size
@@ -495,7 +498,8 @@ class Engine:
             RuntimeError: A gradient is not reduced. The message names the parameter.
         """
         groups = optimizer.param_groups
-        self.reductions.check_step(param for group in groups for param in group["params"])
+        params = (param for group in groups for param in group["params"])
+        self.reductions.check_reduced(params, "optimizer step")
         self.scheduler.note_gradients(optimizer)
         if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # other ranks may still gather these weights

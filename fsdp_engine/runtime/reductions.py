@@ -263,8 +263,8 @@ class Reductions:
             return is_final
         return False if self._step is None else None
 
-    def check_step(self, params: Iterable[torch.Tensor]) -> None:
-        """Check that an optimizer can step ``params`` with their ``.grad``.
+    def check_reduced(self, params: Iterable[torch.Tensor], what: str) -> None:
+        """Check that the gradients of ``params`` are reduced, before ``what`` uses them.
 
         Raises:
             RuntimeError: A ``.grad`` is accumulated and not reduced. The message names the
@@ -280,9 +280,9 @@ class Reductions:
                 name = buffer.name_of_unreduced(stepped)
                 if name is not None:
                     raise RuntimeError(
-                        f"optimizer step: expected a reduced gradient of {name}; found one that is "
+                        f"{what}: expected a reduced gradient of {name}; found one that is "
                         "accumulated on this rank, under no_sync() or before finish_grad_sync(). "
-                        "Run the backward of the last microbatch outside no_sync(), then step"
+                        f"Run the backward of the last microbatch outside no_sync(), then {what}"
                     )
 
     def wait_for_each_backward(self) -> None:
@@ -514,10 +514,11 @@ class Reductions:
     def scale(self, factor: float | torch.Tensor) -> None:
         """Multiply all gradients by ``factor``, whether they are reduced or accumulated."""
         self.wait()
-        for buffer in self._buffers:
-            assert buffer.grads is not None
-            buffer.grads.scale(factor, self.are_final)
-            buffer.published.scale_kept(factor)
+        for unit in self._units:
+            for buffer in unit.trainable:
+                assert buffer.grads is not None
+                buffer.grads.scale(factor, self._is_final(unit))
+                buffer.published.scale_kept(factor)
 
     def reset(self) -> None:
         """Drop the running backward and the step with all accumulated gradients."""

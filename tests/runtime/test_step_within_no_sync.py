@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import fsdp_engine as fe
-from fsdp_engine.fsdp2 import fully_shard
+from fsdp_engine.fsdp2 import engine_of, fully_shard
 from fsdp_engine.strategies import LEVELS
 from tests.pool import on_ranks
-from tests.reference import full_weights
+from tests.reference import full, full_weights
 from tests.training import mesh_of
 
 REFUSED = r"optimizer step: expected a reduced gradient of 0\.weight"
@@ -62,6 +62,8 @@ def test_a_step_is_refused_where_gradients_are_not_reduced_and_right_elsewhere()
                 continue
             with pytest.raises(RuntimeError, match=REFUSED):
                 optimizer.step()
+            with pytest.raises(RuntimeError, match=r"clip_grad_norm_: expected a reduced gradient"):
+                engine.clip_grad_norm_(0.01)
             assert_weights(model, dict(made().named_parameters()))
         # Nothing is lost: the last microbatch brings the sum.
         backward(model, dist.get_rank())
@@ -138,3 +140,24 @@ def test_one_rank_has_nothing_to_reduce() -> None:
             backward(model, 0)
             sgd(model).step()
         assert_stepped(model, 1)
+
+
+@on_ranks(2)
+def test_gradients_of_a_unit_that_is_not_reduced_are_scaled_as_a_whole() -> None:
+    for level in LEVELS:
+        model = made()
+        for module in (model[0], model[2]):
+            fully_shard(module, strategy=level)
+        fully_shard(model, strategy=level)
+        engine = engine_of(model)
+        model[0].set_requires_gradient_sync(False)
+        backward(model, dist.get_rank())
+        engine.scale_gradients(3.0)
+        model[0].set_requires_gradient_sync(True)
+        backward(model, dist.get_rank())
+        alone, size = made(), dist.get_world_size()
+        for rank in range(size):
+            (4 * alone(torch.full((2, 3), rank + 1.0)).square().mean() / size).backward()
+        gradients = {name: full(param.grad) for name, param in model.named_parameters()}
+        for name, param in alone.named_parameters():
+            torch.testing.assert_close(gradients[name], param.grad, msg=f"{level} {name}")
