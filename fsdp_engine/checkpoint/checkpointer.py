@@ -170,8 +170,8 @@ class Checkpointer:
         self._directory = self._directory_type(Path(directory), self._ranks, timeout)
         self._host_memory = HostMemory(self._ranks.device)
         self._save: _Save | None = None
-        # All ranks use the same checkpointer if either the numbers (of the engine, and of the
-        # checkpointer among those of the engine) or the paths are equal on all ranks.
+        # Checkpointers of different ranks are the same one if their paths are equal, or if their
+        # engines have equal numbers and they have equal numbers among the engine's checkpointers.
         first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
         number = next(_NUMBERS.setdefault(first, itertools.count()))
         self._identity = ((first.number, number), str(directory))

@@ -6,7 +6,7 @@
     python -m fsdp_engine.checkpoint diff A B           compare two checkpoints
 
 A PATH is a checkpoint of the engine or of torch.distributed.checkpoint, or a directory of
-checkpoints, of which the latest is used. The exit code is 0 for success, 1 for damages or
+checkpoints, of which the latest is used. The exit code is 0 for success, 1 for damage or
 differences, and 2 for errors, which are one line on stderr. A checkpoint runs no code unless
 --trust is given.
 """

@@ -40,7 +40,8 @@ class DirectFile(io.RawIOBase):
         sums: The CRC-32C of their blocks.
 
     Raises:
-        OSError: The file cannot be opened. Later calls raise it if writing has failed.
+        OSError: The file cannot be opened. After a failed write, every method that writes raises
+            the error of that write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -63,8 +64,8 @@ class DirectFile(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Append ``data`` and submit full blocks to the writing thread. Returns its number of
-        bytes."""
+        """Append ``data``, and submit full blocks to the writing thread. Returns the number of
+        bytes of ``data``."""
         view = memoryview(data).cast("B")
         self.crc = zlib.crc32(view, self.crc)
         self.sums.add(view)

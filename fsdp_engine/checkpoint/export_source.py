@@ -63,8 +63,9 @@ class Source:
 def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source]:
     """Returns the parameters and persistent buffers of a sharded model, in the order of modules.
 
-    If several ranks hold the same slices, each of them writes consecutive parameters with about the
-    same number of elements. Buffers may differ between ranks; the buffers of rank 0 are written.
+    Ranks that hold the same slices share the work: each writes some consecutive parameters, which
+    have about the same number of elements on each rank. Buffers may differ between ranks; the
+    buffers of rank 0 are written.
 
     Args:
         engine: An engine without a running forward, backward or ``unsharded()``.
@@ -115,7 +116,8 @@ def checkpoint_sources(
 ) -> list[Source]:
     """Returns the model's tensors in a checkpoint.
 
-    A tied weight has aliases if there is a manifest. Else it occurs under each of its names.
+    With a manifest, a tied weight is one tensor with aliases. Without one, it is a tensor under
+    each of its names.
 
     Args:
         folder: The folder of a checkpoint in DCP format with keys ``model.<name>``.

@@ -184,7 +184,7 @@ def _groups(checkpoint: StoredCheckpoint) -> tuple[list[GroupRow], int]:
             name = str(saved.paths[key][3])
             if name != "params":
                 hyperparameters[name] = _shown(checkpoint, key)
-            elif len(saved.paths[key]) > 4:  # each name is an entry
+            elif len(saved.paths[key]) > 4:  # an entry for each parameter name
                 parameters += 1
             else:
                 parameters += len(_names(checkpoint, key))

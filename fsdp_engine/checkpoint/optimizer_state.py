@@ -12,9 +12,10 @@ additional entry for the optimizer's class:
 An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
 a tensor of the saved weight's shape is loaded as a slice with the parameter's placement (or as a
 plain tensor if the parameter is one), and every other tensor is replicated. For a 0-d parameter the
-shape of a state does not determine whether the state is sharded like the parameter. Then another
-parameter that has dims and a state of the same name determines this: the state is sharded if that
-state has that parameter's shape. Without such a parameter, all states but ``step`` are sharded.
+shape of a state does not determine whether the state is sharded like the parameter. Then the state
+of the same name of another parameter, which has dims, determines this: if it has the shape of its
+parameter, the 0-d state is sharded, too. Without such a parameter, all states but ``step`` are
+sharded.
 """
 
 from __future__ import annotations
@@ -452,7 +453,8 @@ class OptimizerMatch:
 def state_names(
     kind: type[torch.optim.Optimizer], hyperparameters: Mapping[str, Any], num_dims: int
 ) -> set[str]:
-    """Returns the names of the states that a parameter has after a step, by a step on one element.
+    """Returns the names of the states that a parameter has after a step. They are found by a trial
+    step on a parameter of one element.
 
     The result is empty if the optimizer's step is not torch's own, or if the step fails, for
     example because it needs a closure.

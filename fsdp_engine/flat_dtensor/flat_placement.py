@@ -372,7 +372,8 @@ class FlatPlacement:
         if local.is_meta:
             return allocator.empty(tuple(self.shape), local.dtype, "meta")
         if hasattr(local, "__tensor_flatten__"):
-            # Quantised state of a torchao optimizer. On other ranks the slice may be plain.
+            # Quantised state of torchao is gathered as numbers, since other ranks may hold plain
+            # slices.
             local = local.dequantize().to(local.dtype)
         itemsize, numel = local.dtype.itemsize, math.prod(self.sharded_shape)
         mesh_type = self.mesh.device_type

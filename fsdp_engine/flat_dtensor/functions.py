@@ -119,7 +119,7 @@ def call(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def gathers(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Raise the error of :func:`refuse`, after which :func:`call` runs ``func`` on full tensors."""
+    """Raise the error of :func:`refuse`, which makes :func:`call` run ``func`` on full tensors."""
     refuse(cls, func, args, kwargs)
 
 

@@ -113,7 +113,8 @@ class ParamHooks:
 
 
 def _gradient(param: Tensor) -> Any:
-    """Returns ``.grad`` with ``takes_slices`` set: masks in hooks are equal on all ranks."""
+    """Returns ``.grad`` with ``takes_slices`` set, so that hooks can apply full masks to it. These
+    must be equal on all ranks."""
     grad: Any = param.grad
     if grad is not None:
         grad.takes_slices = True

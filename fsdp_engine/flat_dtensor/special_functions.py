@@ -83,7 +83,7 @@ def _conj(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _new(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``new_zeros`` etc. The result of the same shape is a FlatDTensor, else a plain tensor."""
+    """Run ``new_zeros`` etc. A result of the same shape is a FlatDTensor, any other is plain."""
     tensor, *rest = args
     local, flat = tensor._local_tensor, tensor._flat
     size = kwargs.pop("size", None)

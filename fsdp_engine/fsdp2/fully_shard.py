@@ -166,7 +166,7 @@ def _without_inner(module: object) -> list[nn.Module]:
             raise TypeError(
                 f"module: expected a torch.nn.Module or a list of them; found {type(each).__name__}"
             )
-        # The module that torch.compile() returns has its forward as an attribute.
+        # torch.compile() returns a module whose instance, not its class, has ``forward``.
         if type(each).forward is nn.Module.forward and "forward" not in vars(each):
             raise ValueError(
                 "module: expected one that is called, since fully_shard does not support "
@@ -189,8 +189,9 @@ def _check_placements(
     """Check the placement that ``placement_fn`` returns for each parameter.
 
     Raises:
-        NotImplementedError: It is not a ``Shard``, or the ranks cannot share its dim equally.
-        UsageError: The parameter does not have its dim.
+        NotImplementedError: A placement is not a ``Shard``, or names a dim other than 0 whose size
+            is not a multiple of the number of ranks.
+        UsageError: A placement names a dim that the parameter does not have.
     """
     if placement_fn is None:
         return

@@ -35,7 +35,7 @@ _thread = threading.local()
 def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[], object]) -> None:
     """Implement ``nn.Module._apply`` for parameters that belong to units.
 
-    Converts the dtypes of units that have values in place, and allocates memory for units that are
+    Converts in place the dtypes of units that have values, and allocates memory for units that are
     moved off the meta device. Parameters remain the same objects. Collective if a dtype changes.
 
     Args:
@@ -103,7 +103,7 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            # ``fn`` moves to the device, or to host memory if main weights are there, as in FSDP2.
+            # As in FSDP2, the target of ``fn`` is the device, or the device of the main weights.
             place = group.own_resources.placement.device_of_main(device)
             if probe.device.type in (device.type, place.type):
                 found[main.dtype] = probe.dtype
@@ -233,7 +233,8 @@ def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
     """Check that the modules to prefetch belong to the same model.
 
     Raises:
-        ValueError: A module does not; names the module that would prefetch it.
+        ValueError: A module to prefetch belongs to no unit of the model; the message names the
+            module that would prefetch it.
     """
     known = {id(group) for group in groups}
     for group in groups:

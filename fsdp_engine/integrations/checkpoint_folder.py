@@ -61,7 +61,7 @@ from fsdp_engine.engine import Engine
 
 # Name of the folder that contains temporary folders, beside the checkpoints.
 SAVING = ".saving"
-# Prefix of an older folder that is being replaced, within that folder.
+# Prefix of the name, within ``SAVING``, of an older checkpoint that is being replaced.
 _BEFORE = "before-"
 
 

@@ -60,7 +60,7 @@ class ElasticOuterReplicas(ManagedReplica):
         on_host: Store outer weights in memory of the host; see ``fe.OuterOptimizer``.
         min_replicas, extra, lighthouse, name: See :class:`.ElasticReplicas`. The lighthouse waits
             for late replicas for its ``join_timeout_ms``: set this above the largest difference
-            between the replicas' times for a period. A replica that is later loses its period.
+            between the replicas' times for a period. A replica that exceeds it loses its period.
         timeout: Seconds after which a collective with a lost replica fails, unless the loss is
             detected immediately.
         period_timeout: Seconds that a replica waits for the others at the end of a period.

@@ -6,8 +6,9 @@ The wrappers differ from ``shard`` as follows: the module is wrapped; gradients 
 config selects levels and timing; initial values are those of rank 0. If parameters are not sharded,
 there are no units, and all parameters are in buckets.
 
-``module.sharded_state_dict`` runs while modules hold full main weights. Optimizers step the
-sharded parameters, and look up the entry of each of their parameters in the result.
+``module.sharded_state_dict`` runs while modules hold full main weights, so its entries reference
+full parameters. Optimizers step sharded parameters, and find the entry of each of them by
+:func:`entries_by_parameter`.
 
 The two FSDP wrappers are ``DistributedDataParallel`` with other arguments:
 

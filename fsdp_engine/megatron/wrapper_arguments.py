@@ -374,7 +374,8 @@ def _torch_fsdp_classes(
     else:
         classes = [_class_of(each, name) for each in _as_list(given, name)]
     if getattr(config, "transformer_impl", None) == "local":
-        # In the local implementation transformer layers contain ColumnParallelLinear.
+        # In the local implementation, transformer layers contain modules of this class, and these
+        # layers are units by default.
         classes = [each for each in classes if each.__name__ != "ColumnParallelLinear"]
     return classes + more
 

@@ -52,7 +52,7 @@ def total_norm(
         if shard.numel()
     ]
     if not norms:
-        device = shards[0].device if shards else device  # as on ranks that hold elements
+        device = shards[0].device if shards else device  # as on ranks with elements
         norms = [torch.zeros((), dtype=torch.float64, device=device)]
     local = torch.linalg.vector_norm(torch.stack(norms), norm_type)
     if math.isinf(norm_type):

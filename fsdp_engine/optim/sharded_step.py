@@ -60,7 +60,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def is_elementwise(optimizer: Optimizer, state_format: StateFormat) -> bool:
     """Returns whether the step of ``optimizer`` is known to update each element independently.
 
-    This is so if the step is the one of a known class, or is inherited from it.
+    Known are the classes of :func:`shard_optimizer`, and subclasses that inherit their step.
     """
     kinds = type(optimizer).__mro__
     known = (k for k in kinds if k in _ELEMENTWISE or state_format.is_elementwise(optimizer, k))
@@ -84,13 +84,13 @@ def shard_optimizer(
     only those that this rank steps (``docs/internals/optimizers.md``).
 
     Args:
-        optimizer: An optimizer whose step treats each element, each tensor or each param group
-            independently, or all of them together. Trial steps on small tensors determine which of
-            these applies. No trial is needed for Adam, AdamW, SGD, RMSprop, Adagrad, Adadelta,
-            Adamax, NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit their
-            step, torchao's AdamW8bit, AdamW4bit, AdamWFp8 (whose ``state_dict()`` holds fp32
-            values), and optimizers of bitsandbytes other than LARS and LAMB. State in 8 and 4 bits
-            has the same bits as that of full parameters.
+        optimizer: An optimizer whose step updates elements, tensors or param groups independently
+            of each other, or all param groups together. Trial steps on small tensors determine
+            which of these applies. No trial is needed for Adam, AdamW, SGD, RMSprop, Adagrad,
+            Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop of ``torch.optim``, subclasses that inherit
+            their step, torchao's AdamW8bit, AdamW4bit, AdamWFp8 (whose ``state_dict()`` holds fp32
+            values), and optimizers of bitsandbytes other than LARS and LAMB. State in 8 or 4 bits
+            is bitwise equal to the state of the same optimizer over full parameters.
         elementwise: Asserts that the optimizer updates each element from the gradient and state of
             this element alone, and that its state tensors have the parameter's shape or shape ().
             No trial steps are run then.

@@ -17,7 +17,8 @@ Worked example, 8e9 elements in 32 units on 64 ranks, bf16 with fp32 main weight
 AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the bf16 weights of two
 units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 
-Offloaded state is counted as on an accelerator. At rest, it is on the host or disk. The device
+Offloaded state is counted as in training on an accelerator: at rest, the state is on the host or
+disk. The device
 temporarily holds the chunks of two units in the optimizer step, reduced gradients until they are
 copied to the host or disk, and main weights that are copied in to be encoded for a gather.
 
@@ -162,7 +163,7 @@ class Footprint:
 
     @property
     def _reduced_bytes(self) -> int:
-        """Bytes of accumulated gradients, and of the optimizer's shard if its dtype differs."""
+        """Bytes of accumulated gradients, and of the optimizer's copy if its dtype differs."""
         dtypes = self.buffer.kind.dtypes
         kept = self.held(Role.GRAD) * dtypes.main_grad.itemsize
         if dtypes.optim_grad != dtypes.main_grad:

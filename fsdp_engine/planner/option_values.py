@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     import torch
 
 # A value of several options. For `offload`: try offloads only if no candidate fits without one. For
-# `tensor_parallel`: try all degrees that the model's `tp_plan` allows. For `context_parallel`: if
-# sequences are long, try all degrees that fit a node. For `pipeline`: try powers of two up to the
-# number of nodes.
+# `tensor_parallel`: try the powers of two that fit a node and that the model's `tp_plan` allows.
+# For `context_parallel`: if sequences are long, try the powers of two that fit a node. For
+# `pipeline`: try powers of two up to the number of nodes, and at most 16.
 AUTO = "auto"
 # Values of `checkpointing`: selective recomputation, and offloaded activations.
 SELECTIVE = "selective"

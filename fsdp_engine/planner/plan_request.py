@@ -154,8 +154,8 @@ class PlanRequest:
 
     def _context_degrees(self, tensor_parallel: int) -> list[int]:
         """Returns the degrees of context parallelism to try with a degree of tensor parallelism.
-        For "auto", these are all powers of two that fit a node and divide the ranks, for any
-        sequence length."""
+        For "auto" on GPUs, these are all powers of two that fit a node and divide the ranks, for
+        any sequence length. For "auto" on CPUs, this is 1."""
         if self.options.context_parallel != AUTO:
             return self._divisors("context_parallel")
         if not self.options.where.host_runs_ahead:

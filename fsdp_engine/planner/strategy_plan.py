@@ -464,7 +464,7 @@ class StrategyPlan:
         Raises:
             ValueError: The plan was loaded.
         """
-        # The new plan's own `replan` lacks the limit of `within`.
+        # `_again` returns a plan whose `replan` has lost the memory limit that `within` has set.
         return dataclasses.replace(self._again(quick=False), replan=self.replan)
 
     def training(self, items: float, price: float | None = None) -> TrainingRun:

@@ -2,7 +2,7 @@
 two gloo ranks.
 
 All ranks measure at the same time, since all compute at the same time in training; each figure is
-that of the slowest rank. A measurement takes about twenty seconds. ``kernels.py`` times the
+that of the slowest rank. All measurements take about half a minute. ``kernels.py`` times the
 operations of one rank. Links are timed with the engine's own collectives. If other programs use the
 processor, they delay collectives. The processor time of collectives is then used instead of the
 elapsed time.

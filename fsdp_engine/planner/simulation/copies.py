@@ -10,9 +10,10 @@ earlier or later, so a later copy moves the ends of earlier ones that overlap wi
 that were already simulated to start at an earlier end do not move. In the optimizer step there are
 no such operations: compute waits for a chunk's copies only after all overlapping copies have been
 submitted. In backward there are such operations if the copy for a gather takes longer than the
-compute of the unit before it: the copy of that unit's gradients is submitted later and lengthens
-the copy for the gather, so the gather was simulated to start too early by up to this delay. Such
-errors do not add up, since the next copy in the same direction starts at the corrected end.
+compute of the unit before it. The copy of that unit's gradients is submitted later, and lengthens
+the copy for the gather. The gather was already simulated, and has started too early by up to the
+added time. Such errors do not add up, since the next copy in the same direction starts at the
+corrected end.
 """
 
 from __future__ import annotations

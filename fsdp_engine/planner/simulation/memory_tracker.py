@@ -65,9 +65,10 @@ class MemoryTracker:
         peak: Bytes by kind at the time of the largest sum since :meth:`restart`.
         elsewhere: Current bytes outside of the device, by place.
         series: Times and bytes by kind, in the order of ``KINDS``, since :meth:`restart`.
-        by_place: Bytes by kind at the time of the largest sum at each place, since :meth:`restart`.
+        by_place: For each result of ``place``, bytes by kind at the time of the largest sum, since
+            :meth:`restart`.
         now: Returns the time.
-        place: Returns the current phase and module of the program.
+        place: Returns the current phase and module of the program (not a place of memory).
     """
 
     def __init__(self) -> None:
@@ -85,7 +86,7 @@ class MemoryTracker:
         self._made = dict.fromkeys(KINDS, 0)
         self._booked_before = 0
         # Storages that were first seen at the last sample, and the record before this sample: the
-        # peak, the length of the series, and the entry of the sample's place.
+        # peak, the length of the series, and the entry of `by_place` for the phase and module.
         self._newest: set[int] = set()
         self._before: tuple[dict[str, int], int, tuple[int, ...] | None] = ({}, 0, None)
         self._sampled_at = ("", "")
@@ -146,7 +147,7 @@ class MemoryTracker:
         self.elsewhere[place] = self.elsewhere.get(place, 0) + size
         if is_new and (others := self._newest - {key}):
             before = self._before
-            self.sample()  # the record again has the other storages, unless they move, too
+            self.sample()  # the other new storages are still on the device
             self._newest, self._before = others, before
 
     def place_of(self, tensor: Tensor) -> str | None:

@@ -48,7 +48,7 @@ from fsdp_engine.planner.state_places import offload_of
 
 if TYPE_CHECKING:
     PipelineStage = stage.PipelineStage
-else:  # without the extension `schedule_class` raises an error
+else:  # if the extension is missing, `schedule_class` raises an error
     PipelineStage = (find_module("pipelines.pipeline_stage") or stage).PipelineStage
 
 CPU = torch.device("cpu")

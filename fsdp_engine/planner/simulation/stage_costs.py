@@ -11,9 +11,10 @@ gives the time of each action, its peak memory, and the memory that it allocates
 schedule then runs stages that compute nothing and take these times (``tape.py``), and their memory
 is added up.
 
-Received tensors stay in memory as long as their microbatch is in flight (``pipeline_stage.py``). So
-do tensors that adjacent stages on one rank (V-schedules) pass on without a message. The number of
-these tensors depends on the schedule, so stages are measured without them.
+Received tensors stay in memory as long as their microbatch is in flight (``pipeline_stage.py``).
+The same holds for tensors that are passed on, without a message, between adjacent stages on one
+rank (V-schedules). The number of these tensors depends on the schedule, so stages are measured
+without them.
 
 The result differs from a simulation of all forwards and backwards: communication of a stage counts
 as exposed even if it could overlap with the stage's waits for other stages. ``test_pipelines.py``
@@ -275,7 +276,7 @@ class _Meter:
         kept: The rank's sent tensors.
 
     Attributes:
-        actions: The actions, which are the first parts. Later parts are not actions.
+        actions: The actions of the first parts, one for each part. Later parts have no action.
     """
 
     def __init__(self, rank: PipelineRank, kept: _Kept) -> None:
@@ -464,7 +465,8 @@ class _CostedRank:
         self._until_backward[stage, microbatch] += sum(each.nbytes for each in tensors)
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Release the tensors held until this backward (or its part of inputs), after it ran."""
+        """Release the tensors held until this backward. Call it after the backward, or after its
+        part for inputs if it is split."""
         num_bytes = self._until_backward.pop((stage, microbatch), 0)
         self._now = _with_activations(self._now, -num_bytes)
 
