@@ -21,6 +21,7 @@ import torch
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.callers import user_stacklevel
 from fsdp_engine.checkpoint.inert_pickle import read_object, refused_names
+from fsdp_engine.comm.collectives import as_bytes
 from fsdp_engine.flat_dtensor import FlatDTensor
 
 
@@ -160,8 +161,8 @@ def _digest(value: Any) -> str:
         return repr(sorted(map(repr, value)))
     try:
         if isinstance(value, torch.Tensor):
-            content = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.numpy().data)}"
+            content = as_bytes(value.cpu()).numpy()
+            return f"{value.dtype} {tuple(value.shape)} {zlib.crc32(content.data)}"
         return f"{type(value).__name__} {zlib.crc32(pickle.dumps(value))}"
     except Exception:  # an object that cannot be pickled
         return repr(value)

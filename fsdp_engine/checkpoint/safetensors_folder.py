@@ -47,6 +47,7 @@ from torch import Tensor
 
 from fsdp_engine.checkpoint.directory import sync_folder
 from fsdp_engine.checkpoint.reader import ReadBuffer
+from fsdp_engine.comm.collectives import as_bytes
 
 # Some of these dtypes do not exist in all supported versions of torch.
 _NAMES = {
@@ -272,7 +273,7 @@ def _parts(tensor: Tensor, limit: int) -> Iterator[Tensor]:
 
 def _write_all(descriptor: int, start: int, flat: Tensor) -> None:
     """Write all bytes of a contiguous CPU tensor."""
-    view = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    view = memoryview(as_bytes(flat).numpy())  # type: ignore[arg-type]
     while len(view):  # pwrite may write only a part
         written = os.pwrite(descriptor, view, start)
         view, start = view[written:], start + written

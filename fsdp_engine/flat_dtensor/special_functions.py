@@ -132,7 +132,9 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
         if len(tensors) != 1 or not isinstance(tensors[0], cls):
             raise refusal(cls, func, args, "of several tensors (sum the losses)")
         tensor, kwargs = tensors[0], dict(kwargs)
-        gradients = kwargs.pop("grad_tensors", None) or (rest[0] if rest else None)
+        gradients = kwargs.pop("grad_tensors", None)
+        if gradients is None and rest:
+            gradients = rest[0]
         rest = [gradients[0] if isinstance(gradients, list | tuple) else gradients]
         kwargs = {key: value for key, value in kwargs.items() if value is not None}
     gradient = rest[0] if rest else kwargs.get("gradient")

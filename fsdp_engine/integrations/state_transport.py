@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fsdp_engine.comm.collectives import as_bytes
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory import allocator
 
@@ -228,17 +229,14 @@ class _Unpickler(pickle.Unpickler):
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Returns the memory of a tensor on the CPU."""
-    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    return memoryview(flat.numpy())  # type: ignore[arg-type]
+    return memoryview(as_bytes(tensor).numpy())  # type: ignore[arg-type]
 
 
 def _send(connection: socket.socket, tensor: Tensor) -> None:
     flat = tensor.detach().reshape(-1)
-    if flat.device.type == "cpu":
-        connection.sendall(_bytes_of(flat))
-    else:
-        for part in flat.split(max(_CHUNK_BYTES // flat.element_size(), 1)):
-            connection.sendall(_bytes_of(part.cpu()))
+    # The timeout of the connection limits the time of each call.
+    for part in flat.split(max(_CHUNK_BYTES // flat.element_size(), 1)):
+        connection.sendall(_bytes_of(part.cpu()))
 
 
 def _receive(connection: socket.socket, length: int) -> bytearray:

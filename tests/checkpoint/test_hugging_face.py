@@ -121,6 +121,16 @@ def test_floating_point_tensors_are_cast_and_others_are_not() -> None:
 
 
 @on_ranks(2)
+def test_a_buffer_of_one_element_may_have_any_stride() -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("one", torch.arange(12.0).view(3, 4)[:1, 3])
+    engine = fe.shard(model, initial_values="rank0")
+    folder = shared_folder()
+    export_safetensors(engine, folder)
+    assert exported(folder)["one"].tolist() == [3.0]
+
+
+@on_ranks(2)
 def test_a_tied_weight_is_written_once_and_loads_from_any_of_its_names() -> None:
     folder = shared_folder()
     _, engine, _ = small(tied=True, steps=0)

@@ -422,6 +422,16 @@ def test_gradients_are_the_slices_of_full_gradients(mesh: DeviceMesh) -> None:
     check(grad, full[0].grad / 4, 0, 30)
 
 
+@marks_gradients
+def test_gradients_of_a_sharded_output_are_given_alone_or_in_a_list(mesh: DeviceMesh) -> None:
+    value, gradient = torch.rand(SHAPE), torch.rand(SHAPE)
+    for as_argument in (lambda each: each, lambda each: [each], lambda each: (each,)):
+        param: Any = nn.Parameter(flat_of(value, mesh, 0, 30))
+        flat_gradient = flat_of(gradient, mesh, 0, 30)
+        torch.autograd.backward(param * 2, grad_tensors=as_argument(flat_gradient))
+        check(param.grad, 2 * gradient, 0, 30)
+
+
 def test_a_scalar_parameter_has_gradients_even_where_it_is_not(mesh: DeviceMesh) -> None:
     for stop in (0, 1):
         param: Any = nn.Parameter(flat_of(torch.tensor(3.0), mesh, 0, stop))

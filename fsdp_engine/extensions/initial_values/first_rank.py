@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.comm.collectives import broadcast_together_, gather_objects
+from fsdp_engine.comm.collectives import as_bytes, broadcast_together_, gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extensions.initial_values.comparison import Comparison, digest_of, has_experts
 
@@ -102,10 +102,11 @@ def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> Non
                 memory_format=torch.contiguous_format
             )
         sent.append(buffer.detach())
-    values = [buffer.reshape(-1).view(torch.uint8) for buffer in sent]
+    values = [as_bytes(buffer) for buffer in sent]
     broadcast_together_(values, ranks.control_group)
     for value, buffer in zip(values, sent, strict=True):
-        buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
+        if value.data_ptr() != buffer.data_ptr():  # a copy, since the buffer is not contiguous
+            buffer.copy_(value.view(buffer.dtype).view(buffer.shape))
 
 
 def _raise_first_other_buffer(mine: list[str], ranks: DataMesh) -> None:

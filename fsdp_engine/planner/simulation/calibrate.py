@@ -300,7 +300,10 @@ class _Meter:
             own = time.thread_time() - thread
             found.append((elapsed, own + self._stolen(time.process_time() - process - own)))
         # If a rank is late, threads of the others poll. The fastest repetitions have no polling.
-        low, busy = (statistics.quantiles(each, n=10)[0] for each in zip(*found, strict=True))
+        low, busy = (
+            statistics.quantiles(each, n=10, method="inclusive")[0]
+            for each in zip(*found, strict=True)
+        )
         if not self._hardware.is_host:
             busy = 0.0
         elif self._is_crowded:
