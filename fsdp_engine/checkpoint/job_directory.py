@@ -199,7 +199,7 @@ def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) ->
         FileNotFoundError: The step is not in ``complete``.
     """
     if not complete or (step != "latest" and step not in complete):
-        below = directories_below(Path(where))
+        below = directories_below(Path(where)) if Path(where).is_dir() else ", and no such folder"
         found = f"those of steps {sorted(complete)}" if complete else f"none{below}"
         which = "a complete checkpoint" if step == "latest" else f"the checkpoint of step {step}"
         raise FileNotFoundError(f"step: expected {which} in {where}; found {found}")

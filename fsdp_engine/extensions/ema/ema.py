@@ -199,6 +199,11 @@ class EMA:
         own = self.state_dict()
         for key in (_SHADOW, _BUFFERS):
             found, expected = state_dict.get(key, {}).keys(), own[key].keys()
+            if key == _BUFFERS and bool(found) != bool(expected) and self._model_buffers():
+                raise ValueError(
+                    f"EMA.load_state_dict(): expected average_buffers={bool(found)}, with which "
+                    f"the averages were saved; found average_buffers={bool(expected)}"
+                )
             if differ := sorted(found ^ expected):
                 kind = "is missing" if differ[0] in expected else "is unexpected"
                 raise ValueError(

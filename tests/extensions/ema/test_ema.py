@@ -269,6 +269,12 @@ def test_bad_arguments_and_calls_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             ema.load_state_dict(given)
+    of_batch_norm = fe.shard(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    pair = [fe.EMA(of_batch_norm, average_buffers=each) for each in (False, True)]
+    for mine, other in (pair, pair[::-1]):
+        words = f"expected average_buffers={other is pair[1]}.*found.*={mine is pair[1]}"
+        with pytest.raises(ValueError, match=words):
+            mine.load_state_dict(other.state_dict())
     model(*batch(0)).backward()
     with ema.swapped():
         for inside in (
