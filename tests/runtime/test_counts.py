@@ -128,4 +128,4 @@ def test_clipping_takes_one_small_message() -> None:
         engine.clip_grad_norm_(1.0)
     assert messages.operations == Counter()
     assert list(messages.calls.values()) == [1]
-    assert list(messages.sent.values()) == [4]  # one fp32 element, there and back
+    assert list(messages.sent.values()) == [8]  # one fp64 element, there and back
