@@ -28,6 +28,7 @@ from torch.optim.optimizer import (
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
+from fsdp_engine.optim.shadow import StepHook
 
 
 def find_optimizers(params: Collection[int]) -> Iterator[tuple[torch.optim.Optimizer, int]]:
@@ -71,10 +72,15 @@ def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
     if _CONVERTED.get(optimizer) is state:
         return
     _CONVERTED[optimizer] = state
+    # A step hook converts state itself: full state may belong to one rank alone.
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    is_converted = any(isinstance(hook, StepHook) for hook in hooks)
     for param, values in state.items():
         if not isinstance(param, FlatDTensor):
             continue
         for key, value in values.items():
+            if is_converted and not isinstance(value, DTensor):
+                continue
             if (local := _loaded_slice(value, param)) is not None:
                 values[key] = FlatDTensor.from_flat_local(local, param.flat_placement)
 

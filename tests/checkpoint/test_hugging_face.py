@@ -365,7 +365,7 @@ def test_tensors_and_names_that_do_not_fit_are_listed_and_nothing_changes() -> N
     on_rank_0(lambda: save_file({**foreign, "step": torch.ones(1)}, f"{folder}/{SINGLE}"))
     few = {name: mapping[name] for name in list(mapping)[2:]}
     refuse("found 4 that differ", "unexpected transformer.", rename=few)
-    refuse("head.weight: expected one tensor", rename={**mapping, "step": "head.weight"})
+    refuse("head.weight: expected one stored tensor", rename={**mapping, "step": "head.weight"})
     refuse("expected a function or a mapping; found 3", kind=TypeError, rename=3)
     refuse("expected a name or None for step", kind=TypeError, rename={"step": 3})
 

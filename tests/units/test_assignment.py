@@ -145,9 +145,13 @@ def test_selectors_are_patterns_classes_modules_and_tuples_of_them() -> None:
 
 
 REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
-    (small, [("blocks.0", nn.LayerNorm)], r"units: expected each module|beside each other"),
+    (
+        small,
+        [("blocks.0", nn.LayerNorm)],
+        r"units: expected each module|inside another module of the same unit",
+    ),
     (small, [Block, ("blocks.0", "blocks.1")], r"found blocks\.0 in"),
-    (small, [("blocks.0", "blocks.0.norm1")], r"blocks\.0\.norm1, which is inside blocks\.0"),
+    (small, [("blocks.0", "blocks.0.norm1")], r"found blocks\.0\.norm1 inside blocks\.0"),
     (small, linear(), "expected a Linear to match"),
     (with_stack, "list", r"expected modules that have a forward; .* list"),
 ]
