@@ -28,7 +28,6 @@ from torch.optim.optimizer import (
 
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.flat_dtensor.elementwise import slice_of_distributed
-from fsdp_engine.optim.shadow import StepHook
 
 
 def find_optimizers(params: Collection[int]) -> Iterator[tuple[torch.optim.Optimizer, int]]:
@@ -72,6 +71,10 @@ def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
     if _CONVERTED.get(optimizer) is state:
         return
     _CONVERTED[optimizer] = state
+    if not state:
+        return
+    from fsdp_engine.optim.shadow import StepHook
+
     # A step hook converts state itself: full state may belong to one rank alone.
     hooks = optimizer._optimizer_step_pre_hooks.values()
     is_converted = any(isinstance(hook, StepHook) for hook in hooks)
