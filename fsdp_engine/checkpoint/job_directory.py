@@ -199,8 +199,12 @@ def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) ->
         FileNotFoundError: The step is not in ``complete``.
     """
     if not complete or (step != "latest" and step not in complete):
-        below = directories_below(Path(where)) if Path(where).is_dir() else ", and no such folder"
-        found = f"those of steps {sorted(complete)}" if complete else f"none{below}"
+        if complete:
+            found = f"those of steps {sorted(complete)}"
+        elif Path(where).is_dir():
+            found = f"none{directories_below(Path(where))}"
+        else:
+            found = "none, and no such folder"
         which = "a complete checkpoint" if step == "latest" else f"the checkpoint of step {step}"
         raise FileNotFoundError(f"step: expected {which} in {where}; found {found}")
     return max(complete) if step == "latest" else step

@@ -21,8 +21,8 @@ import torch
 from fsdp_engine.accelerator import is_accelerator, module_of
 from fsdp_engine.callers import user_stacklevel
 from fsdp_engine.checkpoint.inert_pickle import read_object, refused_names
-from fsdp_engine.comm.collectives import as_bytes
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.memory.allocator import as_bytes
 
 
 @runtime_checkable

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from fsdp_engine.checkpoint.directory import sync_folder
 from fsdp_engine.checkpoint.reader import ReadBuffer
-from fsdp_engine.comm.collectives import as_bytes
+from fsdp_engine.memory.allocator import as_bytes
 
 # Some of these dtypes do not exist in all supported versions of torch.
 _NAMES = {

@@ -20,6 +20,10 @@ from fsdp_engine.extension_list import advice_for
 PATIENCE_SECONDS = float(os.environ.get("FSDP_ENGINE_PATIENCE_SECONDS", "60"))
 
 
+# Follows the operation in the error of a failed wait.
+ANOTHER_FAILED = "did not complete: another rank failed"
+
+
 class RankActivity:
     """The activity of this rank, which is written at every operation.
 
@@ -147,7 +151,7 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
         return ValueError(f"{what} did not complete: {reason}")
     missing = missing_ranks(what, ranks)
     return RuntimeError(
-        f"{what} did not complete: another rank failed, or did not begin it"
+        f"{what} {ANOTHER_FAILED}, or did not begin it"
         f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
         f"{advice_on_calls(what)} ({error})"
     )

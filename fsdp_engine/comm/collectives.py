@@ -346,13 +346,6 @@ def _served(tensor: Tensor, group: dist.ProcessGroup) -> Iterator[Tensor]:
     tensor.copy_(sent)
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, 1-D. It is a view if the tensor is contiguous."""
-    flat = tensor.detach().contiguous().reshape(-1)
-    # A single element may have any stride, with which torch would refuse the view.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
 def bytes_to(content: bytearray, device: torch.device) -> torch.Tensor:
     """Returns a copy of ``content`` on ``device``. The host does not wait for the device."""
     tensor = torch.frombuffer(content, dtype=torch.uint8)

@@ -37,6 +37,7 @@ from fsdp_engine.flat_dtensor.slices import (
     name_of,
     words,
 )
+from fsdp_engine.memory.allocator import as_bytes
 
 REDUCTIONS = words(
     """
@@ -168,7 +169,7 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def _words(full: Tensor) -> Tensor:
     """Returns the bytes of a full tensor as 64-bit words, padded with zeros."""
-    flat = full.detach().contiguous().view(-1).view(torch.uint8)
+    flat = as_bytes(full)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
 
 

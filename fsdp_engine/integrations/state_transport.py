@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_engine.comm.collectives import as_bytes
 from fsdp_engine.extras import naming_extra
 from fsdp_engine.memory import allocator
+from fsdp_engine.memory.allocator import as_bytes
 
 with naming_extra():
     from torchft.checkpointing import CheckpointTransport

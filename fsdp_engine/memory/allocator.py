@@ -234,6 +234,13 @@ def alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.data
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, 1-D. It is a view if the tensor is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
+    # A single element may have any stride, with which torch would refuse the view.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a tensor over the memory of a CPU tensor, with a storage of exactly its size.
 
@@ -241,7 +248,7 @@ def with_own_storage(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not tensor.numel():
         return torch.empty(tensor.shape, dtype=tensor.dtype)
-    flat = torch.from_numpy(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    flat = torch.from_numpy(as_bytes(tensor).numpy())
     return flat.view(tensor.dtype).view(tensor.shape)
 
 

@@ -99,7 +99,7 @@ def test_a_model_whose_blocks_are_not_on_a_line_is_simulated_in_full() -> None:
 def test_a_candidate_that_fails_does_not_make_others_run_in_full(
     fails_in_full: bool,
 ) -> None:
-    """They run in full if it only works with all blocks."""
+    """Later candidates run in full only if the failing one works with all of its blocks."""
     depths: dict[bool, list[int]] = {False: [], True: []}  # of selective candidates, of later ones
     simulate = job.simulate
 

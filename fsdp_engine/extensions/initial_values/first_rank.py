@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_engine.comm.collectives import as_bytes, broadcast_together_, gather_objects
+from fsdp_engine.comm.collectives import broadcast_together_, gather_objects
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extensions.initial_values.comparison import Comparison, digest_of, has_experts
+from fsdp_engine.memory.allocator import as_bytes
 
 
 def check_first_has_all(comparison: Comparison, lacks: str) -> None:

@@ -173,7 +173,7 @@ class _Run(NamedTuple):
 def _shortened(error: BaseException) -> str:
     """Returns the start of an error message. For a failed wait, returns only the operation that did
     not complete: the rest of the message describes the ranks that read this text."""
-    text, waits, _ = str(error).partition(" did not complete: another rank failed")
+    text, waits, _ = str(error).partition(f" {activity.ANOTHER_FAILED}")
     return f"{text} did not complete" if waits else shorten(text, 240, placeholder=" ...")
 
 
