@@ -214,23 +214,23 @@ class Footprint:
         # A unit that is not resharded before backward still gathers the encodings of backward.
         times = max(num_gathers, codec.num_gathers)
         params += num_microbatches * traffic.params_per_microbatch * times / 2
-        sent = params * codec.wire_dtype.itemsize
+        sent = elements * params * codec.wire_dtype.itemsize
         if self.is_trainable:
             grads = traffic.grads_per_step + num_microbatches * traffic.grads_per_microbatch
-            sent += grads * self._grad_itemsize(axis, round(elements))
-        return elements * sent
+            sent += grads * self._grad_bytes(axis, round(elements))
+        return sent
 
-    def _grad_itemsize(self, axis: Axis, elements: int) -> float:
-        """Returns the bytes per element of gradients along ``axis``, averaged over both halves of
-        an all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
-        half sends sums; if the ranks do not divide ``elements`` evenly, both halves use the wider
-        dtype."""
+    def _grad_bytes(self, axis: Axis, elements: int) -> float:
+        """Returns the bytes of the gradients sent along ``axis``, averaged over both halves of an
+        all-reduce. If sums have a wider dtype than summands (``sharded_buffer.py``), the second
+        half sends sums. Elements that remain after an even division among the ranks are sent in
+        the dtype of sums in both halves."""
         dtypes = self.buffer.kind.dtypes
         if self.strategy.shards(Role.OPTIM, axis) or dtypes.reduce == dtypes.comm:
-            return dtypes.comm.itemsize
-        if elements % self.sizes[axis]:
-            return dtypes.main_grad.itemsize
-        return (dtypes.comm.itemsize + dtypes.main_grad.itemsize) / 2
+            return elements * dtypes.comm.itemsize
+        rest = elements % self.sizes[axis]
+        halves = (dtypes.comm.itemsize + dtypes.main_grad.itemsize) / 2
+        return (elements - rest) * halves + rest * dtypes.reduce.itemsize
 
 
 @dataclass(frozen=True)

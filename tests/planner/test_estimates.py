@@ -193,11 +193,11 @@ def test_an_all_reduce_of_narrow_summands_carries_wide_sums() -> None:
     sums = fe.MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     sent: Counter[str] = Counter()
 
-    for rows, is_unit, policy, itemsizes in (
-        (3, False, summands, 2 + 4),
-        (48, True, summands, 2 + 4),  # a unit of 192 elements
-        (3, True, summands, 4 + 4),  # of 64, which three ranks do not divide
-        (3, False, sums, 2 + 2),
+    for rows, is_unit, policy, itemsizes, rest in (
+        (3, False, summands, 2 + 4, 0),
+        (48, True, summands, 2 + 4, 0),  # a unit of 192 elements
+        (3, True, summands, 2 + 4, 1),  # 64 elements, which three ranks do not divide
+        (3, False, sums, 2 + 2, 0),
     ):
         options: dict[str, Any] = {"strategy": "no_shard", "mp_policy": policy}
         model: nn.Module = nn.Linear(4, rows, bias=False)
@@ -210,7 +210,9 @@ def test_an_all_reduce_of_narrow_summands_carries_wide_sums() -> None:
             model(torch.ones(2, 4)).sum().backward()
             engine.finish_grad_sync()
         numel = planned.num_elements + planned.padding
-        expected = round(2 / 3 * numel * itemsizes)  # two of three parts, there and back
+        assert numel % 3 == rest
+        # Two of three parts, there and back; the rest as fp32 sums.
+        expected = round(2 / 3 * ((numel - rest) * itemsizes + rest * (4 + 4)))
         assert sent["bytes"] == planned.inner_traffic_bytes == expected, (rows, is_unit, policy)
 
 

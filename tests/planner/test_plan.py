@@ -307,7 +307,7 @@ def _refusals(*paths: str) -> list[str]:
 
 
 REFUSALS = [
-    "strategy: expected the result of fe.plan",
+    'or the result of fe.plan(); found "auto"',
     'strategy: expected "auto" with a plan',
     "outer_strategy: expected None with",
     "No candidate fits 1.0 KiB",
