@@ -250,7 +250,8 @@ class Checkpointer:
         ``extra`` are restored. Otherwise every rank loads the ``extra`` of rank 0, with a warning
         that names the values that differed between ranks. Sharded tensors in ``extra`` are loaded
         like parameters. An ``extra`` that was not saved is not changed, with a warning. A saved
-        ``extra`` that this object does not have is not loaded, with a warning.
+        ``extra`` that this object does not have is not loaded, with a warning. Neither is the
+        saved optimizer state if this object has no optimizer, also with a warning.
 
         Args:
             step: The number of the step; "latest": the newest complete checkpoint.

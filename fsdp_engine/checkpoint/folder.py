@@ -514,6 +514,11 @@ class FolderMatch:
         these tensors."""
         return bool(self._extra.targets)
 
+    @property
+    def ignores_optimizer_state(self) -> bool:
+        """Whether the checkpoint has optimizer state and this object was made without optimizer."""
+        return self._given_optimizer is None and bool(self._saved.below(OPTIMIZER))
+
     def read_objects(
         self, what: str, group: ProcessGroup | None, check: Callable[[FolderMatch], object]
     ) -> None:

@@ -31,7 +31,7 @@ from fsdp_engine.checkpoint.model_state import (
     STAGE,
     TRAINABLE_ONLY,
 )
-from fsdp_engine.checkpoint.offline import StoredCheckpoint, count_files, stray_files
+from fsdp_engine.checkpoint.offline import OTHER, StoredCheckpoint, count_files, stray_files
 from fsdp_engine.checkpoint.optimizer_state import GROUPS, KIND
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
 
@@ -308,6 +308,7 @@ class TensorDifference:
         num_nan: The number of these elements that are NaN in only one checkpoint.
         max_abs: The largest absolute difference, without such NaNs.
         square_sum: The sum of the squares of all differences, without such NaNs.
+        is_integer: Whether the tensor has integers (or booleans) in both checkpoints.
     """
 
     name: str
@@ -318,6 +319,7 @@ class TensorDifference:
     num_nan: int = 0
     max_abs: float = 0.0
     square_sum: float = 0.0
+    is_integer: bool = False
 
     @property
     def norm(self) -> float:
@@ -333,8 +335,10 @@ class Difference:
         only_in_a, only_in_b: Keys of only one checkpoint.
         other: A line for each entry whose shape, dtype or type differs.
         values: A line for each object or number that differs.
-        tensors: Tensors with elements that differ, including those within the tolerance.
-        num_compared: The number of compared tensors, which have the same shape in both.
+        tensors: Tensors with elements that differ, including those within the tolerance and those
+            within objects.
+        num_compared: The number of compared tensors, which have the same shape in both. Tensors
+            within objects are not counted.
         left_out: Keys that were not compared.
     """
 
@@ -348,15 +352,18 @@ class Difference:
 
     @property
     def norm(self) -> float:
-        """Euclidean norm of the difference of all tensors."""
-        return math.sqrt(sum(each.square_sum for each in self.tensors))
+        """Euclidean norm of the difference of all tensors but those of integers, such as the
+        number of batches of a BatchNorm."""
+        return math.sqrt(sum(value**2 for value in self.norms.values()))
 
     @property
     def norms(self) -> dict[str, float]:
-        """Euclidean norm of the difference of each section that differs."""
+        """Euclidean norm of the difference of each section that differs, without tensors of
+        integers."""
         sums: dict[str, float] = {}
         for each in self.tensors:
-            sums[each.section] = sums.get(each.section, 0.0) + each.square_sum
+            if not each.is_integer:
+                sums[each.section] = sums.get(each.section, 0.0) + each.square_sum
         return {section: math.sqrt(value) for section, value in sums.items()}
 
     @property
@@ -419,15 +426,17 @@ def compare(
     in_a, in_b = set(keys_a), set(keys_b)
     found.only_in_a = [key for key in keys_a if key not in in_b]
     found.only_in_b = [key for key in keys_b if key not in in_a]
+    objects = _Objects(found, rtol, atol)
     if match is None and a.manifest is not None and b.manifest is not None:
-        found.values += _different("step", a.manifest.step, b.manifest.step)
+        objects.compare("step", OTHER, a.manifest.step, b.manifest.step)
     pairs = _Pairs(a, b, buffer_bytes)
     for key in keys_a:
         if key not in in_b:
             continue
         row_a, row_b = a.tensors.get(key), b.tensors.get(key)
         if row_a is None and row_b is None:
-            found.values += _different_objects(key, a, b)
+            if a.read_object(key) != b.read_object(key):
+                objects.compare(key, a.section(key), a.read_value(key), b.read_value(key))
         elif row_a is None or row_b is None:
             found.other.append(f"{key}: {a.saved.describe(key)}; {b.saved.describe(key)}")
         else:
@@ -439,11 +448,42 @@ def compare(
                     key, a.section(key), row_a.shape, math.prod(row_a.shape)
                 )
                 for part_a, part_b in pairs.parts(key):
+                    different.is_integer = _is_integer(part_a.dtype) and _is_integer(part_b.dtype)
                     _add(different, part_a, part_b, rtol, atol)
                     progress(part_a.nbytes + part_b.nbytes)
                 if different.num_different or different.max_abs:
                     found.tensors.append(different)
     return found
+
+
+@dataclass
+class _Objects:
+    """Adds the differences of objects to ``found``."""
+
+    found: Difference
+    rtol: float
+    atol: float
+
+    def compare(self, name: str, section: str, a: Any, b: Any) -> None:
+        """Add a line for each value that differs, with its path, and each tensor that differs."""
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            for key in [*a, *(key for key in b if key not in a)]:
+                if key not in a or key not in b:
+                    side, value = ("first", a[key]) if key in a else ("second", b[key])
+                    self.found.values.append(f"{name}.{key}: only in the {side}: {shorten(value)}")
+                else:
+                    self.compare(f"{name}.{key}", section, a[key], b[key])
+        elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+            for number, (one, other) in enumerate(zip(a, b, strict=True)):
+                self.compare(f"{name}.{number}", section, one, other)
+        elif _is_strided(a) and _is_strided(b) and (a.shape, a.dtype) == (b.shape, b.dtype):
+            different = TensorDifference(name, section, tuple(a.shape), a.numel())
+            different.is_integer = _is_integer(a.dtype)
+            _add(different, a.reshape(-1), b.reshape(-1), self.rtol, self.atol)
+            if different.num_different or different.max_abs:
+                self.found.tensors.append(different)
+        elif not _equal(a, b):
+            self.found.values.append(f"{name}: {shorten(a)}; {shorten(b)}")
 
 
 class _Pairs:
@@ -515,35 +555,13 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex
 
 
-def _different_objects(key: str, a: StoredCheckpoint, b: StoredCheckpoint) -> Iterable[str]:
-    """Returns a line for each value that differs between the two objects at ``key``."""
-    if a.read_object(key) == b.read_object(key):
-        return []
-    return _different(key, a.read_value(key), b.read_value(key))
-
-
-def _different(name: str, a: Any, b: Any) -> Iterator[str]:
-    """Yield a line for each value that differs, with its path."""
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        for key in [*a, *(key for key in b if key not in a)]:
-            if key not in a or key not in b:
-                side, value = ("first", a[key]) if key in a else ("second", b[key])
-                yield f"{name}.{key}: only in the {side}: {shorten(value)}"
-            else:
-                yield from _different(f"{name}.{key}", a[key], b[key])
-    elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
-        for number, (one, other) in enumerate(zip(a, b, strict=True)):
-            yield from _different(f"{name}.{number}", one, other)
-    elif not _equal(a, b):
-        yield f"{name}: {shorten(a)}; {shorten(b)}"
+def _is_strided(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.dtype != b.dtype or a.shape != b.shape:
-            return False
-        bits_a, bits_b = (each.reshape(-1).view(torch.uint8) for each in (a, b))
-        return torch.equal(a, b) or torch.equal(bits_a, bits_b)
+    if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
     try:
         same = a == b or (a != a and b != b)
         return bool(same)

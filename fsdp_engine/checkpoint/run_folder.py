@@ -277,6 +277,11 @@ class Run:
         except Exception as caught:
             error = caught
         agree(what, error, self.ranks.control_group)
+        if match.ignores_optimizer_state:
+            warned.append(
+                "optimizer: expected one for the saved optimizer state; found None, so only "
+                "weights are loaded. To continue training, pass the optimizer to the checkpointer"
+            )
         if unused := [name for name in found if name not in self._extra]:
             warned.append(
                 f"expected an object in extra for each saved state; found none for "

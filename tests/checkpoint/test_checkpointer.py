@@ -748,6 +748,28 @@ def test_other_ranks_are_warned_that_random_states_stay(
     assert len(text) == (drawing is not None)
 
 
+@on_ranks(2)
+def test_a_load_without_the_optimizer_warns_that_its_state_is_not_loaded() -> None:
+    folder = shared_folder()
+    model = nn.Linear(4, 4)
+    engine = fe.shard(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    for given in (optimizer, None):
+        with contextlib.closing(fe.Checkpointer(f"{folder}/{given is None}", engine, given)) as c:
+            c.save(1)
+    shown: list[str] = []
+    for saved, given in (("False", None), ("False", optimizer), ("True", None)):
+        with (
+            contextlib.closing(fe.Checkpointer(f"{folder}/{saved}", engine, given)) as checkpointer,
+            warnings.catch_warnings(record=True) as caught,
+        ):
+            warnings.simplefilter("always")
+            checkpointer.load()
+        shown += [str(each.message) for each in caught if "optimizer" in str(each.message)]
+    assert len(shown) == (dist.get_rank() == 0)
+    assert all("expected one for the saved optimizer state; found None" in text for text in shown)
+
+
 def test_each_global_generator_counts_as_drawn() -> None:
     device = torch.device("cpu")
     for draw in (torch.randn, random.random, numpy.random.rand):

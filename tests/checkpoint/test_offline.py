@@ -394,6 +394,30 @@ def test_entries_shapes_dtypes_and_objects_that_differ_are_listed(tmp_path: Path
     run("diff", tmp_path / "a", tmp_path / "b", code=1)
 
 
+def test_tensors_within_objects_are_compared_by_element(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder, offset in zip(folders, (0.0, 0.5), strict=True):
+        averages = ({"mean": torch.arange(4.0) + offset, "count": torch.tensor(3)}, 0.9)
+        written(folder, extra=averages)
+    a, b = (StoredCheckpoint(folder) for folder in folders)
+    (mean,) = compare(a, b).tensors
+    assert (mean.name, mean.section, mean.num_different) == ("extra.0.mean", "extra", 4)
+    assert (mean.max_abs, mean.norm) == (0.5, 1.0)
+    assert compare(a, b).values == []
+    assert compare(a, b, atol=0.5).is_empty
+    output = run("diff", *folders, code=1)
+    assert output.strip().endswith("norm of the difference 1 (extra 1)")
+
+
+def test_integers_are_not_part_of_the_norm(tmp_path: Path) -> None:
+    a = written(tmp_path / "a", model={"num_batches": torch.tensor(7), "w": torch.zeros(4)})
+    b = written(tmp_path / "b", model={"num_batches": torch.tensor(900), "w": torch.ones(4)})
+    found = compare(a, b)
+    assert [each.name for each in found.tensors] == ["model.num_batches", "model.w"]
+    assert found.norm == 2.0
+    assert found.norms == {"model": 2.0}
+
+
 def test_values_are_told_apart_in_every_dtype(tmp_path: Path) -> None:
     nan, inf, bf16, fp8 = math.nan, math.inf, torch.bfloat16, torch.float8_e4m3fn
     # Values of A and B, dtype; number of different elements and of NaNs, largest difference, norm.

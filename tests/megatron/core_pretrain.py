@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import math
 import multiprocessing
@@ -19,6 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 import fsdp_engine as fe
 from fsdp_engine.megatron import get_megatron_optimizer
@@ -419,6 +421,7 @@ def groups_of(job: Job) -> Iterator[None]:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+        others = set(distributed_c10d._world.pg_map)
         parallel_state.initialize_model_parallel(
             job.tensor,
             job.pipeline,
@@ -427,11 +430,20 @@ def groups_of(job: Job) -> Iterator[None]:
             expert_tensor_parallel_size=job.expert_tensor,
             num_distributed_optimizer_instances=job.instances,
         )
+        created = [group for group in distributed_c10d._world.pg_map if group not in others]
         try:
             model_parallel_cuda_manual_seed(1)
             yield
         finally:
             parallel_state.destroy_model_parallel()
+        # Each of some 20 groups has a thread that wakes 200 times a second: groups of several jobs
+        # would use most of the processors.
+        dist.barrier()
+        while created:
+            if (group := created.pop()) in distributed_c10d._world.pg_map:
+                dist.destroy_process_group(group)
+            del group
+        gc.collect()
 
 
 def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
