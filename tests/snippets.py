@@ -19,6 +19,8 @@ runs both ways, and where both set ``final_loss``, the two are equal.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import sys
@@ -26,6 +28,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
+
+import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 _PARTS = re.compile(
@@ -150,3 +154,19 @@ def pages() -> Iterator[Path]:
     """README and the pages of the docs, with those in ``docs/internals/``."""
     yield ROOT / "README.md"
     yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def execute(source: str, name: str, folder: str, arguments: list[str]) -> str:
+    """Run a file on this rank, as torchrun does; returns all that it prints."""
+    if dist.is_initialized():
+        os.environ["WORLD_SIZE"] = str(dist.get_world_size())
+    before, output = sys.argv, io.StringIO()
+    sys.argv = [name, *arguments]
+    try:
+        with contextlib.redirect_stdout(output):
+            run([(1, source)], name, folder)
+    except SystemExit as end:
+        output.write(str(end))
+    finally:
+        sys.argv = before
+    return output.getvalue()

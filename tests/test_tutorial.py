@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
-import io
-import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tests.pool import Ranks
-from tests.snippets import ROOT, run
+from tests.snippets import ROOT, execute
 
 FILES = sorted((ROOT / "examples" / "tutorial").glob("*.py"))
 # The step that each step continues.
 CONTINUES = {2: 1, 3: 2, 4: 2, 5: 4, 6: 5, 7: 6, 8: 7}
 LOSS = re.compile(r"\d\.\d{3}\b")
 UNTRAINED_LOSS = 4.85  # ln(128), the loss of equal probabilities
-
-
-def execute(source: str, name: str, folder: str, arguments: list[str]) -> str:
-    """Run a file on this rank, as torchrun does; returns all that it prints."""
-    if dist.is_initialized():
-        os.environ["WORLD_SIZE"] = str(dist.get_world_size())
-    before, output = sys.argv, io.StringIO()
-    sys.argv = [name, *arguments]
-    try:
-        with contextlib.redirect_stdout(output):
-            run([(1, source)], name, folder)
-    except SystemExit as end:
-        output.write(str(end))
-    finally:
-        sys.argv = before
-    return output.getvalue()
 
 
 class Tutorial:
