@@ -29,7 +29,7 @@ WIDTH = 100
 # The texts before the blocks.
 _BEFORE = {
     "python": "With this file, `my_model.py`:",
-    "bash": "are planned by",
+    "bash": "plans a job on eight H100s",
     "text": f"which prints in a terminal of {WIDTH} columns",
 }
 

@@ -1842,7 +1842,7 @@ def planner_gpu() -> str:
     ]
     columns = ["GPU", "job", "planned ms", "measured ms", "ratio"]
     columns += ["planned GiB", "measured GiB", "ratio"]
-    return with_machine(table(columns, rows), "gpu_jobs_h200")
+    return with_machine(table(columns, rows), "gpu_jobs_h100", "gpu_jobs_h200")
 
 
 def coverage_of_tests() -> str:

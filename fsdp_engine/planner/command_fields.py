@@ -245,8 +245,8 @@ class PlanFields(GivenOptions):
     )
     offload: StatePlaces | str | None = option(
         "optimizer state on the host or on a disk; everything: also main weights and gradients on "
-        "the host; auto: with --batch, the first of none, host and everything with which something "
-        "fits",
+        "the host; auto: none, and with --batch and --full, if no candidate fits, host and then "
+        "everything",
         AUTO,
         type=Where,
         shown=Where.auto,
