@@ -150,8 +150,8 @@ class _Planning:
             every = _with_batch(every, self._search)
         if not every:
             raise ValueError(
-                "global_batch: expected a size whose microbatches the schedules of pipelines take; "
-                f"found {options.global_batch}"
+                "global_batch: expected a batch that gives a number of microbatches that a "
+                f"pipeline's schedule accepts; found {options.global_batch}"
             )
         found = self._without_hopeless(self._allowed(every))
         if not found:
@@ -360,8 +360,8 @@ class _Planning:
         return self._allowed([each for each in found if not is_quick(each)])
 
     def _with_long_sequences(self, tried: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates, for "auto" without those with context parallelism whose sequences
-        are too short or cannot be sharded."""
+        """Returns the candidates. If ``context_parallel`` is "auto", leaves out those with context
+        parallelism whose sequences are too short or cannot be sharded."""
         if self._options.context_parallel != AUTO:
             return tried
 

@@ -186,7 +186,7 @@ LINKS: list[tuple[str, dict[str, Any], float, list[str]]] = [
         "tensor link",
         {"tensor_parallel": 2, "meshes": [(2,)]},
         0.5,
-        ["sent tensor", "of 2 tensor-parallel ranks each", "the tensor-parallel link (within a"],
+        ["sent tensor", ", tensor parallelism over 2 ranks", "the tensor-parallel link (within a"],
     ),
     (
         "context link",
@@ -231,9 +231,9 @@ def test_a_plan_tries_pipelines_beside_data_parallelism() -> None:
     assert len({each.checkpoint_bytes for each in planned().outcomes}) == 1
     text = " ".join(str(only(pipeline=2)).split())
     assert "2, PP 2" in text
-    assert "PP: ranks of a pipeline" in text
+    assert "PP: number of ranks in a pipeline" in text
     assert times_of(only(pipeline=2).outcomes[0]).shares()["other stages"] > 0.05
-    assert "Stages wait for each other: more microbatches, of fewer" in text
+    assert "Stages wait for each other: more microbatches of fewer" in text
 
 
 @pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.thorough)])

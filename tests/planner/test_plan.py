@@ -168,7 +168,7 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
         assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
     assert text.count(f", {lacking[0].largest_kind} │") > 0
     loose = str(planned())
-    assert "No candidate that does not fit would be faster." in loose
+    assert "No candidate above the memory limit would be faster." in loose
     assert "With a microbatch twice as large: " in loose
     assert "With 4 microbatches a step: " in loose
 
@@ -339,7 +339,7 @@ def test_options_are_keyword_arguments_or_one_object() -> None:
     planning = fe.plan(Words, words, options)
     assert planning.outcomes == fe.plan(Words, words, **given, mp_policy=POLICY).outcomes
     assert planning.options == {"mp_policy": POLICY}
-    with pytest.raises(TypeError, match="options: expected no keyword arguments beside it; found"):
+    with pytest.raises(TypeError, match="no keyword arguments beside a PlanOptions; found"):
         fe.plan(Words, words, options, world_size=4)
     with pytest.raises(TypeError, match="options: expected a PlanOptions, or None"):
         fe.plan(Words, words, {"world_size": 4})

@@ -393,8 +393,8 @@ def _check_shapes(nodes: Sequence[Node]) -> None:
             sizes = each.shape if isinstance(each, Tensor) else (each,)
             if any(isinstance(size, torch.SymInt) for size in sizes):
                 raise NotImplementedError(
-                    "torch.compile: expected static shapes in a simulation; found dynamic ones: "
-                    "simulate with dynamic=None or False"
+                    "torch.compile: expected static shapes in a simulation; found dynamic ones. "
+                    "Compile with dynamic=None or dynamic=False"
                 )
 
 
@@ -417,4 +417,7 @@ def _operations() -> Operations:
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, Operations):
             return mode
-    raise RuntimeError("torch.compile: a graph that was compiled for a simulation runs outside it")
+    raise RuntimeError(
+        "torch.compile: expected a graph that was compiled for a simulation to run in one; found a "
+        "call outside of simulations"
+    )

@@ -118,8 +118,13 @@ CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (transformer, {"batch": {"words": torch.zeros(2, 3)}}, NO_WORDS),
-    (transformer, {"batch": (X, X, 3)}, "found 3 positional ones: too many positional arguments"),
-    (linear, {"batch": X, "loss": lambda out: out.detach().sum()}, "loss: expected one that requi"),
+    (transformer, {"batch": (X, X, 3)}, "found 3 positional arguments: too many positional"),
+    (transformer, {"batch": {}}, "found no arguments: missing a required argument"),
+    (
+        linear,
+        {"batch": X, "loss": lambda out: out.detach().sum()},
+        "loss: expected a loss that re",
+    ),
     (nn.Identity, {"batch": X}, "require grad; found none among 0 of Ident"),
     (lambda: linear().requires_grad_(False), {"batch": X}, "found none among 2 of Linear"),
     (lambda: 3, {"batch": X}, "build: expected a function that returns a torch.nn"),
