@@ -104,7 +104,7 @@ def test_a_deprecated_argument_is_reported_at_the_line_that_gives_it() -> None:
     stages |= {"stages": lambda index, count: nn.Linear(4, 4), "loss": nn.functional.mse_loss}
     for function, given in (
         (fe.plan, {**SMALL, "formulas": True}),
-        (fe.simulate, {**SMALL, "batch": (torch.zeros(2, 4),)}),
+        (fe.simulate, SMALL),
         (fe.simulate_pipeline, {"world_size": 4, **stages}),
         (estimate, {"model": nn.Linear(4, 4), "world_size": 4}),
     ):

@@ -894,7 +894,7 @@ def _check_call(signature: inspect.Signature | None, inputs: Any, model: nn.Modu
     try:
         signature.bind(*(() if isinstance(inputs, dict) else given), **named)
     except TypeError as error:
-        found = f"{len(given)} positional arguments"
+        found = f"{len(given)} positional argument{'s' * (len(given) != 1)}"
         if isinstance(inputs, dict):
             found = ", ".join(map(str, named)) or "no arguments"
         raise TypeError(
