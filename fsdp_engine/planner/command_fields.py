@@ -293,7 +293,7 @@ class Details:
         parse=parsed_dtype,
     )
     optimizer_bytes: float = option(
-        "without --batch: bytes of optimizer state per element; AdamW: 8",
+        "without --batch: bytes of optimizer state per element; AdamW with fp32 weights: 8",
         8,
         needs=Needs.no_batch,
     )

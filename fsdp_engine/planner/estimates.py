@@ -312,7 +312,7 @@ def estimate(
     outer_size: int = 1,
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
-    optimizer_bytes_per_element: float = 8,
+    optimizer_bytes_per_element: float | None = 8,
     num_microbatches: int = 1,
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
@@ -328,6 +328,7 @@ def estimate(
         outer_size: Number of ranks on the outer axis.
         strategy, outer_strategy: The levels, as for ``fe.shard``.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
+            None: the bytes of AdamW in the dtype of each parameter's main weights.
         num_microbatches: Number of microbatches per step.
         num_units: Number of equal units, if ``model`` is a number of elements.
         dtype: Dtype of the parameters, if ``model`` is a number of elements.
@@ -347,7 +348,8 @@ def estimate(
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     asked = checked_arguments(options, "estimate()")
     check_type("dtype", dtype, torch.dtype, "a dtype")
-    _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
+    if optimizer_bytes_per_element is not None:
+        _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
     if isinstance(model, int | float) and not isinstance(model, bool):
         check_count("num_units", num_units, "1 or more")
@@ -392,13 +394,14 @@ def estimate(
         full_bytes = sum(brought)
     staging = [unit.total(lambda each: each.staging_bytes) for unit in footprints]
     every = [each for unit in footprints for each in unit.buffers]
-    states = [
-        math.ceil(
-            optimizer_bytes_per_element
-            * unit.total(lambda each: each.held(Role.OPTIM) if each.is_trainable else 0)
-        )
-        for unit in footprints
-    ]
+
+    def state_bytes(buffer: Footprint) -> float:
+        size = optimizer_bytes_per_element
+        if size is None:
+            size = 2 * buffer.buffer.kind.dtypes.main.itemsize
+        return size * buffer.held(Role.OPTIM) if buffer.is_trainable else 0
+
+    states = [math.ceil(sum(map(state_bytes, unit.buffers))) for unit in footprints]
     elsewhere: Counter[str] = Counter()
     for each in every:
         elsewhere.update(each.elsewhere)

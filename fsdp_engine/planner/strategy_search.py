@@ -293,6 +293,7 @@ class _Planning:
             outer_size=candidate.mesh[0] if len(candidate.mesh) == 2 else 1,
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
+            optimizer_bytes_per_element=None,  # AdamW
             num_microbatches=options.microbatches,
             extensions=[*(options.shard.get("extensions") or ()), *offload],
             **shard,

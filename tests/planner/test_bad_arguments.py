@@ -68,7 +68,7 @@ ESTIMATE: dict[str, tuple[object, ...]] = {
     "config": (3, {}),
     "codec_rules": (3, "x"),
     "granule": NO_FUNCTION,
-    "optimizer_bytes_per_element": (-1, "8", None, float("nan")),
+    "optimizer_bytes_per_element": (-1, "8", [], float("nan")),
     "num_microbatches": NO_COUNT,
     "num_units": NO_COUNT,
     "dtype": ("bf16", 3),

@@ -224,6 +224,23 @@ def test_candidates_have_the_activations_of_given_extensions(simulated: list[Any
             fe.plan(Words, words, extensions=[extension], checkpointing=(True,), **given)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_formulas_count_adamw_in_the_dtype_of_main_weights(dtype: torch.dtype) -> None:
+    """A quick plan leaves out candidates whose weights and state do not fit by these formulas."""
+    names = ("param_dtype", "main_params_dtype", "main_grads_dtype")
+    given = {"world_size": 8, "loss": torch.mean, "checkpointing": (False,)}
+    given |= {"mp_policy": fe.MixedPrecisionPolicy(**dict.fromkeys(names, dtype))}
+    arguments = partial(nn.Linear, 512, 512, bias=False), torch.zeros(4, 512)
+    full = fe.plan(*arguments, **given)
+    held = {each.candidate.strategy: each.memory["optimizer"] for each in full.outcomes}
+    for each in fe.plan(*arguments, **given, formulas=True).outcomes:
+        assert held[each.candidate.strategy] == pytest.approx(each.memory["optimizer"], rel=1e-3)
+    largest = max(full.outcomes, key=lambda each: each.peak_bytes)
+    assert largest.candidate.strategy == "no_shard"
+    quick = fe.plan(*arguments, **given, quick=True, memory=largest.peak_bytes)
+    assert largest.candidate in [each.candidate for each in quick.outcomes]
+
+
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     planned_tightly().save(path)

@@ -237,8 +237,8 @@ def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> An
 
 
 def _visible(run: Callable[[list[Any]], Any], graph: GraphModule) -> Any:
-    """Returns ``run`` as an operation that modes of selective checkpoints see. Inductor does the
-    same if ``wrap_inductor_compiled_regions`` is set."""
+    """Returns ``run`` as an operation that the dispatch modes of selective checkpointing see.
+    Inductor does the same if ``wrap_inductor_compiled_regions`` is set."""
     from torch._higher_order_ops import wrap
 
     kind = getattr(wrap, "InductorCompiledCallable", None)
