@@ -135,7 +135,11 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (linear, {"batch": X, "compile": True}, r"compile: expected a model with blocks.*Linear"),
     (Model, {**CUT, "tensor_parallel": 3}, "expected a divisor of the 8 ranks"),
     (Model, CUT, "or `parallelize`; found Model"),
-    (Model, {**CUT, "parallelize": lambda *_: None}, "parallelize: expected a function that makes"),
+    (
+        Model,
+        {**CUT, "parallelize": lambda *_: None},
+        "parallelize: expected a function that replaces",
+    ),
     (Model, {**CUT, "parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
     (llama, {**CUT, "tensor_parallel": 4}, "expected a divisor of the 2 num_key"),
 ]

@@ -324,7 +324,7 @@ def test_a_causal_lm_without_stages_is_an_error() -> None:
     for build, num_stages, text in (
         (lambda: Linears(1), 2, "expected a causal language model of .*; found Linears"),
         (lambda: causal_lm(kind="Gemma"), 2, "expected a causal language model .*; found gemma"),
-        (lambda: causal_lm(tie_word_embeddings=True), 2, "a model whose head is not tied"),
+        (lambda: causal_lm(tie_word_embeddings=True), 2, "expected a model whose head is not tied"),
         (causal_lm, 4, "expected at most 3, the number of layers of LlamaForCausalLM; found 4"),
     ):
         with pytest.raises(ValueError, match=f"stages: {text}"):
