@@ -138,7 +138,7 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (
         Model,
         {**CUT, "parallelize": lambda *_: None},
-        "parallelize: expected a function that replaces",
+        "parallelize: expected a function that re",
     ),
     (Model, {**CUT, "parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
     (llama, {**CUT, "tensor_parallel": 4}, "expected a divisor of the 2 num_key"),
