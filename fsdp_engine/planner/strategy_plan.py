@@ -73,7 +73,10 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     first = outcomes[0]
     if first.lacking:
         if setting.is_quick:
-            lines.append(f"This is a quick plan, of {len(outcomes)} of the candidates.")
+            lines.append(
+                f"This is a quick plan, of {len(outcomes)} of the candidates: a full plan "
+                "(`--full`, `planning.full()`) may find one that fits."
+            )
         return "\n".join([*lines, *_nothing_fits(setting, outcomes), *limit])
     if first.times is None:
         return "\n".join([*lines, *_unknown_fit(setting, first), *limit])

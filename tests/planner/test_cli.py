@@ -293,6 +293,8 @@ def test_a_quick_plan_is_the_default_and_the_recommendation_is_above_the_best_ro
     quick = run(OF_WORDS, columns=120)
     assert quick.startswith("Use ")
     assert "This is a quick plan" in joined(quick)
+    lacking = run(f"{OF_WORDS} --memory 0.000001", status=NOTHING_FITS, columns=120)
+    assert "`planning.full()`) may find one that fits." in joined(lacking)
     full, every = (run(f"{OF_WORDS} --full{more}", columns=120) for more in ("", " --all"))
     assert "This is a quick plan" not in joined(full)
     assert "With a microbatch twice as large" in joined(full)
