@@ -397,31 +397,30 @@ class _Planning:
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
-    """Returns the candidates that can share the global batch equally, and whose schedule accepts a
-    number of microbatches of it.
+    """Returns the candidates that can share the global batch equally in microbatches of a given
+    size, and whose schedule accepts a number of microbatches of it.
 
     Raises:
         ValueError: For one of the sequence lengths, no candidate can share the global batch
-            equally.
+            equally, or none has a given microbatch size.
     """
 
-    def kind(each: Candidate) -> tuple[int, int, int | None]:
-        return each.num_batches, each.pipeline, each.sequence
+    def kind(each: Candidate) -> tuple[int, int, str | None, int | None]:
+        return each.num_batches, each.pipeline, each.schedule, each.sequence
 
-    allowed: set[tuple[int, int, int | None]] = set()
+    sizes: dict[tuple[int, int, str | None, int | None], list[int]] = {}
     refused: dict[int | None, ValueError] = {}
     for each in {kind(each): each for each in tried}.values():
         try:
             search.batch_of(each)
+            sizes[kind(each)] = search.sizes(each)
         except ValueError as error:
             refused.setdefault(each.sequence, error)
-        else:
-            allowed.add(kind(each))
-    sequences = {sequence for *_, sequence in allowed}
+    sequences = {sequence for *_, sequence in sizes}
     for sequence, refusal in refused.items():
         if sequence not in sequences:
             raise refusal
-    return [each for each in tried if kind(each) in allowed and search.sizes(each)]
+    return [each for each in tried if sizes.get(kind(each))]
 
 
 def _with_offloaded_activations(

@@ -272,6 +272,17 @@ def stage(index: int = 0, num_stages: int = 1) -> nn.Module:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
+def test_degrees_whose_rows_have_no_given_microbatch_size_are_left_out(
+    simulated: list[dict[str, Any]],
+) -> None:
+    """Of 12 rows, four data-parallel ranks have three each, which are no microbatches of two."""
+    given: dict[str, Any] = {"global_batch": 12 * 32, "microbatch_sizes": (2,), "meshes": None}
+    planning = plan(tensor_parallel=(1, 2), **given)
+    assert {each.candidate.tensor_parallel for each in planning.outcomes} == {2}
+    with pytest.raises(ValueError, match="expected a divisor of a rank's 3 rows in a step"):
+        plan(**given)
+
+
 def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
     """DualPipeV needs four of them with four stages. A rank's rows are a multiple of the ranks of
     the pipeline: 15 rows of two data-parallel ranks could not be cut into an even number."""
