@@ -142,6 +142,8 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
         raise ValueError("--offload-folder: expected a folder with --offload disk; found none")
     if offload is not Where.disk and folder is not None:
         _refuse(["offload_folder"], f"expected only with --offload disk; found --offload {offload}")
+    if "schedules" in given and values["pipeline"] == "1":
+        _refuse(["schedules"], "expected only with --pipeline; found one rank in a pipeline")
     if values["global_batch"] is not None and "microbatches" in given:
         _refuse(["microbatches"], "expected only without --global-batch; found with it")
 

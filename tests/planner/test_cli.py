@@ -460,6 +460,7 @@ WRONG: dict[str, list[tuple[str, str]]] = {
         ("--tokens -1", "--tokens: expected a number, more than 0; found -1.0"),
         ("--tokens 1e9 --price 2,3,4 --compare h100,h200", "one price, or 2 for --compare"),
         ("--tokens 1e9 --price 2,3", "--price: expected one price without --compare; found"),
+        ("--schedules GPipe", "--schedules: expected only with --pipeline; found one rank in a"),
         ("--global-batch 4M --microbatches 2", "--microbatches: expected only without"),
         ("--scaling-figure a.png", "--scaling-figure: expected only with --scaling; found"),
         ("--scaling --scaling-figure a.txt", "--scaling-figure: expected a file that ends with"),
