@@ -176,7 +176,7 @@ class PlanFields(GivenOptions):
         panel=_CANDIDATES,
     )
     microbatch_sizes: Sequence[int] | None = option(
-        "microbatch sizes to try, such as 1,2,4; a function of --batch is called with each",
+        "microbatch sizes to try, such as 1,2,4; a function given as --batch is called with each",
         None,
         type=str | None,
         parse=parsed_sizes,
@@ -366,7 +366,7 @@ class Outputs:
     every: bool = option("print all candidates", False, name="all", needs=Needs.batch)
     figure: Path | None = option("save a figure to this file", None, needs=Needs.batch)
     html: Path | None = option(
-        "save a page for a browser to this one file", None, needs=Needs.batch
+        "save a page for a browser to this HTML file", None, needs=Needs.batch
     )
     trace: Path | None = option(
         "write the timeline of the best candidate's step to this file, for ui.perfetto.dev",

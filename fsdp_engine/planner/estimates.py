@@ -395,11 +395,11 @@ def estimate(
     staging = [unit.total(lambda each: each.staging_bytes) for unit in footprints]
     every = [each for unit in footprints for each in unit.buffers]
 
-    def state_bytes(buffer: Footprint) -> float:
+    def state_bytes(each: Footprint) -> float:
         size = optimizer_bytes_per_element
         if size is None:
-            size = 2 * buffer.buffer.kind.dtypes.main.itemsize
-        return size * buffer.held(Role.OPTIM) if buffer.is_trainable else 0
+            size = 2 * each.buffer.kind.dtypes.main.itemsize
+        return size * each.held(Role.OPTIM) if each.is_trainable else 0
 
     states = [math.ceil(sum(map(state_bytes, unit.buffers))) for unit in footprints]
     elsewhere: Counter[str] = Counter()

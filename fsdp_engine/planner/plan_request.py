@@ -88,7 +88,7 @@ class PlanRequest:
         ):
             if self.options.formulas and degrees != [1]:
                 raise ValueError(
-                    f"{name}: expected 1 with formulas, which have none for this parallelism; "
+                    f"{name}: expected 1 with formulas, which do not cover this parallelism; "
                     f"found {getattr(self.options, name)!r}"
                 )
 

@@ -73,7 +73,7 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
     if any(each.candidate.context_parallel > 1 for each in outcomes):
         text += " CP: number of these ranks that share each sequence."
     if any(each.candidate.tensor_parallel > 1 for each in outcomes):
-        text += " TP: each of these is a group of so many tensor-parallel ranks."
+        text += " TP: number of tensor-parallel ranks per data-parallel rank."
     if any(each.candidate.pipeline > 1 for each in outcomes):
         text += " PP: number of ranks in a pipeline; times are their mean, memory is their maximum."
     if setting.global_batch:

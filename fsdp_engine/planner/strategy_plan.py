@@ -531,7 +531,7 @@ class StrategyPlan:
         if self.replan is None:
             raise ValueError(
                 "plan: expected a plan that fe.plan made in this process, since it plans again; "
-                "found a loaded plan"
+                "found a loaded plan. Call fe.plan"
             )
         return self.replan(**changes)
 
