@@ -48,18 +48,21 @@ from fsdp_engine.units.plan import PlannedBuffer as PlannedBuffer
 T = TypeVar("T")
 
 
-def checked_arguments(given: Mapping[str, Any], what: str) -> dict[str, Any]:
+def checked_arguments(
+    given: Mapping[str, Any], what: str, *, stacklevel: int = 3
+) -> dict[str, Any]:
     """Returns checked arguments of :func:`shard`, in which deprecated arguments are replaced.
 
     Args:
         given: The arguments by name.
         what: The name of the function that the user has called, for messages.
+        stacklevel: Number of frames from this function to the user's call, for warnings.
 
     Raises:
         TypeError, ValueError: A deprecated argument, ``mp_policy``, ``options`` or ``extensions``
             is invalid.
     """
-    found = replaced(given, what, stacklevel=5)
+    found = replaced(given, what, stacklevel=stacklevel + 2)
     check_policy_and_options(found.get("mp_policy"), found.get("options"))
     if "extensions" in found:
         found["extensions"] = check_extensions(found["extensions"] or ())

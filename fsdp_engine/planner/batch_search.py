@@ -28,7 +28,7 @@ _TOLERANCE = 0.1
 
 
 def rows_of_rank(global_batch: float, num_ranks: int, items: int, item: str) -> int:
-    """Returns the number of rows of one rank in a step that comes nearest to the global batch.
+    """Returns a rank's number of rows in the step whose batch is nearest to the global batch.
 
     Args:
         global_batch: Tokens or samples of a step on all ranks.

@@ -36,8 +36,8 @@ def shard_as(select: Select, model: nn.Module, parallelize: Parallelize | None) 
     def check(candidate: Candidate) -> None:
         if candidate.pipeline > 1:
             raise ValueError(
-                "plan: expected a candidate without a pipeline, of which a rank has some stages; "
-                f"found {candidate}. Call planning.shard_stages instead"
+                "plan: expected a candidate without a pipeline, since a pipeline's rank has only "
+                f"some stages; found {candidate}. Call planning.shard_stages instead"
             )
         if candidate.tensor_parallel > 1 and parallelize is None:
             check_tp_plan(model, candidate.tensor_parallel)

@@ -33,10 +33,10 @@ class Candidate:
         offload: Places of state between its uses; None: all state is on the device.
         microbatches: Number of microbatches of a step; None: the number of the job.
         sequence: Sequence length, for the batch function; None: the batch has one length.
-        tensor_parallel: Number of consecutive ranks that share the model's matrices. There is such
-            a group at each place of ``mesh``.
+        tensor_parallel: Number of consecutive ranks that share the model's matrices. Each rank of
+            ``mesh`` is such a group.
         context_parallel: Number of consecutive ranks of the inner axis that share each sequence.
-        pipeline: Number of ranks in a pipeline. The ranks at one place of their pipelines form a
+        pipeline: Number of ranks in a pipeline. The ranks that hold the same stages form a
             ``mesh``.
         schedule: The schedule of the pipeline, by torch's name; None: there is no pipeline.
     """
@@ -143,9 +143,9 @@ class Candidate:
         if self.context_parallel > 1:
             parts[0] += f" in context-parallel groups of {self.context_parallel}"
         if self.tensor_parallel > 1:
-            parts[0] += f" of {self.tensor_parallel} tensor-parallel ranks each"
+            parts.append(f"tensor parallelism over {self.tensor_parallel} ranks")
         if self.pipeline > 1:
-            parts[0] += f" at each of {self.pipeline} ranks of a pipeline ({self.schedule})"
+            parts.append(f"a pipeline of {self.pipeline} ranks ({self.schedule})")
         if self.microbatch_size is not None:
             count = "" if self.microbatches is None else f"{self.microbatches} "
             parts.append(f"{count}microbatch{'es' * (count != '1 ')} of {self.microbatch_size}")
@@ -166,8 +166,8 @@ def recomputed_by(checkpointing: Activations) -> Any:
 
 
 def activations_of(given: Iterable[object] | None) -> Activations:
-    """Returns the value of ``checkpointing`` that stands for the activations of given extensions;
-    None if no extension handles activations."""
+    """Returns the value of ``checkpointing`` that has the effect of the given extensions; None if
+    no extension recomputes or offloads activations."""
     activations = find_module("activations")
     for each in given or () if activations is not None else ():
         if isinstance(each, activations.Recompute):
@@ -222,7 +222,7 @@ def fitting_meshes(num_ranks: int, ranks_per_node: int) -> list[Mesh]:
 
 
 def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> list[Mesh]:
-    """Returns the user's meshes as tuples.
+    """Returns the user's meshes as tuples, without duplicates.
 
     Args:
         meshes: The user's meshes.
@@ -237,7 +237,7 @@ def check_meshes(meshes: Iterable[Sequence[int]], allowed: Sequence[int]) -> lis
         check_sizes("meshes", mesh, expected)
         if len(mesh) not in (1, 2) or math.prod(mesh) not in allowed or min(mesh) < 1:
             raise ValueError(f"meshes: expected {expected}; found {mesh}")
-    return found
+    return list(dict.fromkeys(found))
 
 
 def candidates(

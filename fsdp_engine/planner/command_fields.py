@@ -97,7 +97,7 @@ class Inputs:
         None,
     )
     elements: float | None = option(
-        "instead of a model: its parameter elements, such as 8e9; formulas only", None
+        "instead of a model: its number of parameter elements, such as 8e9; formulas only", None
     )
 
 
@@ -105,9 +105,10 @@ class Inputs:
 class PlanFields(GivenOptions):
     """Options of ``fe.plan``; :class:`~.plan_options.PlanOptions` describes and checks them."""
 
+    functions: ClassVar[str] = "plan()"
     panel: ClassVar[str] = "Job"
 
-    world_size: int = option("ranks in all", name="world")
+    world_size: int = option("number of ranks of the job", name="world")
     machine: Machine | str = option(
         f"{', '.join(PRESET_NAMES)}, or a file written by calibrate",
         "h100",
@@ -121,8 +122,9 @@ class PlanFields(GivenOptions):
     )
     meshes: Iterable[Sequence[int]] | None = None
     context_parallel: int | Sequence[int] | str = option(
-        "ranks that share each sequence, by torch's context_parallel; several to try, such as "
-        "1,8; auto: all that fit a node, for sequences of 32,768 tokens or more",
+        "number of ranks that share each sequence (torch's context_parallel), or several numbers "
+        "to try, such as 1,8; auto: 1, and for sequences of 32,768 tokens or more the powers of "
+        "two that fit a node",
         1,
         type=str,
         shown="1",
@@ -131,8 +133,8 @@ class PlanFields(GivenOptions):
         panel=_CANDIDATES,
     )
     tensor_parallel: int | Sequence[int] | str = option(
-        "ranks that share each matrix, as in the tp_plan of a model of transformers; several to "
-        "try, such as 1,8; auto: all that fit a node",
+        "number of ranks that share each matrix, by the tp_plan of a model of transformers, or "
+        "several numbers to try, such as 1,8; auto: 1, and the powers of two that fit a node",
         1,
         type=str,
         shown="1",
@@ -142,8 +144,8 @@ class PlanFields(GivenOptions):
     )
     parallelize: Parallelize | None = None
     pipeline: int | Sequence[int] | str = option(
-        "ranks of a pipeline of stages; several to try, such as 1,4; auto: powers of two up to the "
-        "number of nodes",
+        "number of ranks in a pipeline of stages, or several numbers to try, such as 1,4; auto: 1, "
+        "and the powers of two up to the number of nodes",
         1,
         type=str,
         shown="1",
@@ -152,7 +154,7 @@ class PlanFields(GivenOptions):
         panel=_CANDIDATES,
     )
     schedules: str | Sequence[str] = option(
-        "schedules of pipelines to try, as named by torch, such as 1F1B,ZBVZeroBubble",
+        "pipeline schedules to try, by torch's names, such as 1F1B,ZBVZeroBubble",
         "1F1B",
         type=str,
         parse=lambda text, _: text.split(","),
@@ -174,16 +176,16 @@ class PlanFields(GivenOptions):
         panel=_CANDIDATES,
     )
     microbatch_sizes: Sequence[int] | None = option(
-        "sizes to try, such as 1,2,4; --batch is called with each",
+        "microbatch sizes to try, such as 1,2,4; a function given as --batch is called with each",
         None,
         type=str | None,
         parse=parsed_sizes,
         needs=Needs.simulation,
     )
-    microbatches: int = option("microbatches per step", 1)
+    microbatches: int = option("number of microbatches per step", 1)
     global_batch: float | None = option(
-        "tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); finds the "
-        "largest microbatch that fits, and the number of microbatches",
+        "tokens or samples of a step on all ranks, such as 4M (k: 2^10, M: 2^20); the planner "
+        "finds the largest microbatch that fits, and the number of microbatches",
         None,
         type=str | None,
         parse=parsed_count,
@@ -207,7 +209,7 @@ class PlanFields(GivenOptions):
         panel=_SIMULATION,
     )
     compile: bool = option(
-        "blocks are compiled by torch.compile (block.compile() on each)",
+        "simulate blocks as compiled by torch.compile (block.compile() on each)",
         False,
         needs=Needs.simulation,
         panel=_SIMULATION,
@@ -222,16 +224,16 @@ class PlanFields(GivenOptions):
     )
     progress: bool = False
     optimizer: MakeOptimizer | None = option(
-        "with --batch: a class of torch.optim, such as SGD, or module:function of the parameters; "
-        "default: AdamW",
+        "with --batch: a class of torch.optim, such as SGD, or module:function that takes the "
+        "parameters; default: AdamW",
         None,
         type=str | None,
         parse=import_optimizer,
         needs=Needs.simulation,
     )
     loss: Callable[[Any], Tensor] | None = option(
-        "with --batch: module:function of the model's output; default: its loss, its only scalar, "
-        "or the sum of its first tensor",
+        "with --batch: module:function that takes the model's output; default: the output's loss, "
+        "its only scalar, or the sum of its first tensor",
         None,
         type=str | None,
         parse=import_function,
@@ -244,9 +246,9 @@ class PlanFields(GivenOptions):
         panel=_SIMULATION,
     )
     offload: StatePlaces | str | None = option(
-        "optimizer state on the host or on a disk; everything: also main weights and gradients on "
-        "the host; auto: none, and with --batch and --full, if no candidate fits, host and then "
-        "everything",
+        "store optimizer state on the host or on a disk; everything: also main weights and "
+        "gradients on the host; auto: none, and if nothing fits with --full or --formulas, host "
+        "and then everything",
         AUTO,
         type=Where,
         shown=Where.auto,
@@ -261,12 +263,13 @@ class Details:
     panel: ClassVar[str] = "Precision and units"
 
     outer: int | None = option(
-        "ranks on the outer axis; default: one axis, and with --batch also nodes x ranks",
+        "number of ranks on the outer axis; default: one axis, and with --batch also nodes x "
+        "ranks per node",
         None,
         panel=_CANDIDATES,
     )
     fp8: bool = option(
-        "linears multiply in fp8, as torchao converts them",
+        "convert linears by torchao, so that they multiply in fp8",
         False,
         needs=Needs.simulation,
         panel=_SIMULATION,
@@ -290,7 +293,7 @@ class Details:
         parse=parsed_dtype,
     )
     optimizer_bytes: float = option(
-        "without --batch: bytes of optimizer state per element; AdamW: 8",
+        "without --batch: bytes of optimizer state per element; AdamW with fp32 weights: 8",
         8,
         needs=Needs.no_batch,
     )
@@ -298,13 +301,13 @@ class Details:
         "with --model: name patterns of units, such as layers.*", None, needs=Needs.model
     )
     min_unit_size: int | None = option(
-        "with --model: default units with fewer elements are joined; 0: none",
+        "with --model: join default units of fewer elements with their neighbours; 0: join none",
         None,
         needs=Needs.model,
     )
     num_units: int = option("with --elements: number of equal units", 32, needs=Needs.elements)
     offload_folder: Path | None = option(
-        "with --offload disk: a folder of a local disk", None, panel=_CANDIDATES
+        "with --offload disk: a folder on a local disk", None, panel=_CANDIDATES
     )
 
 
@@ -322,7 +325,8 @@ class QuestionFields:
         needs=Needs.simulation,
     )
     price: tuple[float, ...] | None = option(
-        "with --tokens: dollars per GPU hour; one, or one for each of --compare, such as 2.5,3.2",
+        "with --tokens: dollars per GPU hour; one price, or one for each machine of --compare, "
+        "such as 2.5,3.2",
         None,
         type=str | None,
         parse=parsed_prices,
@@ -330,14 +334,14 @@ class QuestionFields:
         requires="tokens",
     )
     compare: tuple[str, ...] | None = option(
-        "machines to plan for, too, such as h100,h200",
+        "also plan for these machines, such as h100,h200",
         None,
         type=str | None,
         parse=parsed_names,
         needs=Needs.simulation,
     )
     scaling: bool = option(
-        "how the time grows from 8 to 4,096 ranks", False, needs=Needs.simulation
+        "also plan for other numbers of ranks, from 8 to 4,096", False, needs=Needs.simulation
     )
     scaling_figure: Path | None = option(
         "with --scaling: save a figure of it to this file",
@@ -346,7 +350,7 @@ class QuestionFields:
         requires="scaling",
     )
     checkpoint_bandwidth: float | None = option(
-        "GB/s to storage of all ranks together: the time of a save",
+        "bandwidth of all ranks together to storage in GB/s; prints the time to save a checkpoint",
         None,
         parse=parsed_number,
         needs=Needs.simulation,
@@ -362,11 +366,13 @@ class Outputs:
     every: bool = option("print all candidates", False, name="all", needs=Needs.batch)
     figure: Path | None = option("save a figure to this file", None, needs=Needs.batch)
     html: Path | None = option(
-        "save a page for a browser, one file, to this file", None, needs=Needs.batch
+        "save a page for a browser to this HTML file", None, needs=Needs.batch
     )
     trace: Path | None = option(
-        "write the chosen step's timeline, for ui.perfetto.dev", None, needs=Needs.simulation
+        "write the timeline of the best candidate's step to this file, for ui.perfetto.dev",
+        None,
+        needs=Needs.simulation,
     )
     save: Path | None = option(
-        "save the plan as JSON, for fe.StrategyPlan.load", None, needs=Needs.batch
+        "save the plan to this JSON file, for fe.StrategyPlan.load", None, needs=Needs.batch
     )

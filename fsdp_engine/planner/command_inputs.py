@@ -38,7 +38,7 @@ def model_builder(spec: str, what: str) -> Callable[[], nn.Module]:
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", spec) and path.suffix != ".json":
         raise ValueError(
             f"{what}: expected module:function, a config.json or a folder that contains one; found "
-            f"{spec!r}, which is no folder. A model of the Hugging Face Hub has to be downloaded "
+            f"{spec!r}, which is not a folder. Download a model of the Hugging Face Hub "
             f"first: hf download {spec} config.json --local-dir {path.name}"
         )
     make = _of_config(path, what) if path.suffix == ".json" else import_function(spec, what)
@@ -87,13 +87,13 @@ def in_fp8(build: Callable[[], nn.Module], what: str) -> Callable[[], nn.Module]
 
 def _of_config(path: Path, what: str) -> Callable[[], nn.Module]:
     if not path.is_file():
-        raise ValueError(f"{what}: expected a config.json of transformers; found no {path}")
+        raise ValueError(f"{what}: expected a config.json of transformers; found no file {path}")
     try:
         import transformers
     except ImportError as error:
         raise ValueError(
-            f"{what}: expected transformers installed, for {path} "
-            "(pip install 'fsdp_engine[transformers]')"
+            f"{what}: expected transformers installed, to read {path} "
+            f"(pip install 'fsdp_engine[transformers]'); found {error}"
         ) from error
     content = read_json(path, f"a config.json of transformers as {what}")
     names = content.get("architectures")
@@ -170,7 +170,9 @@ def default_loss(output: Any) -> Tensor:
         return scalars[0]
     if found:
         return found[0].sum()
-    raise ValueError(f"loss: expected a tensor in the output; found {type(output).__name__}")
+    raise ValueError(
+        f"loss: expected a floating-point tensor in the output; found {type(output).__name__}"
+    )
 
 
 def _main_shape(main: str, config: Any, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -62,11 +62,12 @@ def option(
         default: The default of the field.
         name: The name of the option. Empty: the name of the field.
         type: The type of the option's value. None: the type of the field.
-        shown: Default of the option, before ``parse``. If missing: the default of the field.
+        shown: Default of the option, which ``parse`` converts. If missing: the default of the
+            field.
         parse: Converts the option's value, which is not None, to the field's value. Its second
             argument is the name of the option.
         needs: The kind of plan in which the option has an effect.
-        requires: Name of another option that this one requires to have an effect. Empty: none.
+        requires: Name of an option without which this one has no effect. Empty: there is none.
         panel: The heading of the option in ``--help``. Empty: the heading of the group.
     """
     first = default if shown is MISSING else shown

@@ -18,9 +18,8 @@ AdamW: level 3 holds 8e9 x (4 + 4 + 8) / 64 bytes = 1.9 GiB and temporarily the 
 units, 0.9 GiB; level 0 holds 8e9 x (4 + 2 + 4 + 8) bytes = 134.1 GiB.
 
 Offloaded state is counted as in training on an accelerator: at rest, the state is on the host or
-disk. The device
-temporarily holds the chunks of two units in the optimizer step, reduced gradients until they are
-copied to the host or disk, and main weights that are copied in to be encoded for a gather.
+disk. The device temporarily holds the chunks of two units in the optimizer step, reduced gradients
+until they are copied to the host or disk, and main weights while they are encoded for a gather.
 
 ``buffers/weights.py`` and ``gradients.py`` determine which tensors a buffer has at rest and
 temporarily; ``scheduler.py`` and ``reductions.py`` determine how many temporary tensors exist at a
@@ -271,8 +270,8 @@ class Estimate:
         weight_bytes: Main weights and persistent compute weights, at rest.
         grad_bytes: Gradients, from their first reduction until they are cleared.
         optimizer_bytes: Optimizer state at rest, with the padding of the weights. If state, weights
-            or gradients are offloaded: plus the bytes of two units that the optimizer step copies
-            to the device.
+            or gradients are offloaded: plus the bytes of the two largest units that the optimizer
+            step copies to the device.
         full_bytes: Peak of full parameters, in addition to those at rest.
         staging_bytes: Peak of full gradients before their reduction, in addition to those at rest.
         inner_traffic_bytes: Bytes sent along the inner axis per step.
@@ -313,7 +312,7 @@ def estimate(
     outer_size: int = 1,
     strategy: str = "optim_grads_params",
     outer_strategy: str = "no_shard",
-    optimizer_bytes_per_element: float = 8,
+    optimizer_bytes_per_element: float | None = 8,
     num_microbatches: int = 1,
     num_units: int = 32,
     dtype: torch.dtype = torch.float32,
@@ -329,6 +328,7 @@ def estimate(
         outer_size: Number of ranks on the outer axis.
         strategy, outer_strategy: The levels, as for ``fe.shard``.
         optimizer_bytes_per_element: 8 for AdamW in fp32, 4 for SGD with momentum, 0 for plain SGD.
+            None: the bytes of AdamW in the dtype of each parameter's main weights.
         num_microbatches: Number of microbatches per step.
         num_units: Number of equal units, if ``model`` is a number of elements.
         dtype: Dtype of the parameters, if ``model`` is a number of elements.
@@ -340,19 +340,25 @@ def estimate(
         OffloadLevelError: The levels do not allow the given ``fe.Offload``. This error is a
             ``ValueError``.
         ValueError: ``outer_size`` does not divide ``world_size``, a number is not positive, the
-            strategy is unknown, or ``units``, ``options`` or ``extensions`` are invalid for
-            ``fe.shard``.
+            strategy is unknown, ``units`` is given with a number of elements, or ``units``,
+            ``options`` or ``extensions`` are invalid for ``fe.shard``.
         TypeError: ``model`` is neither a module nor a number, or another argument has a wrong type.
     """
     sizes = _axis_sizes(world_size, outer_size)
     levels = Strategy.from_names(strategy, outer_strategy).on(outer_size)
     asked = checked_arguments(options, "estimate()")
     check_type("dtype", dtype, torch.dtype, "a dtype")
-    _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
+    if optimizer_bytes_per_element is not None:
+        _check_at_least("optimizer_bytes_per_element", optimizer_bytes_per_element, 0)
     check_count("num_microbatches", num_microbatches, "1 or more")
     if isinstance(model, int | float) and not isinstance(model, bool):
         check_count("num_units", num_units, "1 or more")
         _check_at_least("model", model, 1)
+        if asked.get("units") is not None:
+            raise ValueError(
+                "units: expected None with a number of elements, which form num_units equal units; "
+                f"found {asked['units']!r}"
+            )
         model, asked["units"] = _equal_blocks(round(model), num_units, dtype), _Block
     elif not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a module or a number of elements; found {model!r}")
@@ -388,13 +394,14 @@ def estimate(
         full_bytes = sum(brought)
     staging = [unit.total(lambda each: each.staging_bytes) for unit in footprints]
     every = [each for unit in footprints for each in unit.buffers]
-    states = [
-        math.ceil(
-            optimizer_bytes_per_element
-            * unit.total(lambda each: each.held(Role.OPTIM) if each.is_trainable else 0)
-        )
-        for unit in footprints
-    ]
+
+    def state_bytes(each: Footprint) -> float:
+        size = optimizer_bytes_per_element
+        if size is None:
+            size = 2 * each.buffer.kind.dtypes.main.itemsize
+        return size * each.held(Role.OPTIM) if each.is_trainable else 0
+
+    states = [math.ceil(sum(map(state_bytes, unit.buffers))) for unit in footprints]
     elsewhere: Counter[str] = Counter()
     for each in every:
         elsewhere.update(each.elsewhere)

@@ -49,7 +49,7 @@ _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True)
 class Repeated:
-    """The equal blocks of a model, up to the end of their list.
+    """The equal blocks at the end of a list of the model's blocks.
 
     Attributes:
         name: The name of the list.
@@ -101,9 +101,9 @@ class Repeated:
 
 def find_repeated(model: nn.Module) -> Repeated | None:
     """Returns the equal blocks at the end of the model's longest list. :attr:`Repeated.is_deep` is
-    True if they are enough to simulate fewer of them. None if no list has more than ``_LEAST``
-    modules, if the list is a ``ModuleDict`` whose keys are not numbers in order, or if another list
-    is as long, since the members of both lists may be parts of the same blocks."""
+    True if there are enough of them for simulations of fewer blocks. None if no list has more than
+    ``_LEAST`` modules, if the list is a ``ModuleDict`` whose keys are not numbers in order, or if
+    another list is as long, since the members of both lists may be parts of the same blocks."""
     lists: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules():
         is_within = any(name.startswith(f"{outer}.") for outer, _ in lists)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # this import loads torch's compiler
 # Largest number of microbatches of a step to simulate; see [Note: Steps of many microbatches] in
 # ``batch_search.py``.
 MOST_SIMULATED = 3
-# Factor of the number of microbatches in a trial of the chosen candidate.
+# A trial of the chosen candidate has this many times its microbatches.
 _MORE_MICROBATCHES = 4
 
 
@@ -108,7 +108,7 @@ class Job:
         return batch(*sizes) if sequence is None else batch(*sizes, sequence=sequence)
 
     def unit(self, candidate: Candidate) -> tuple[str, int]:
-        """Returns the unit of a rank's microbatch, and its size in this unit."""
+        """Returns "tokens" or "samples", and the number of them in a rank's microbatch."""
         return number_of_items(self.inputs(candidate))
 
     def simulate(
@@ -228,8 +228,8 @@ class Job:
         except SimulationError as error:
             if error.needs_values:
                 raise
-            # This simulation raises an error if the candidate fails with all blocks, too. Then the
-            # others may still run with fewer blocks.
+            # If the candidate also fails with all blocks, this simulation raises the error, and the
+            # other candidates are still simulated with fewer blocks.
             whole = self._outcome_of(candidate, inputs, self._simulate(candidate, inputs))
             self.repeated = None
             return whole
@@ -355,19 +355,24 @@ class BatchSearch:
 
 
 def number_of_items(inputs: Any) -> tuple[str, int]:
-    """Returns the unit of a rank's batch, and its size. The elements of the first 2-D integer
-    tensor are tokens; if there is no such tensor, the rows of the first tensor are samples.
+    """Returns "tokens" or "samples", and the number of them in a rank's batch. The elements of the
+    first 2-D integer tensor are tokens; without such a tensor, the rows of the first tensor are
+    samples.
 
     Raises:
-        ValueError: The batch contains no tensor.
+        ValueError: The batch contains no tensor, or no token or sample.
     """
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-    for tensor in tensors:
-        if tensor.dtype in (torch.int64, torch.int32) and tensor.ndim == 2:
-            return "tokens", tensor.numel()
-    for tensor in tensors:
-        return "samples", tensor.shape[0] if tensor.ndim else 1
-    raise ValueError("batch: expected tensors; found none")
+    if not tensors:
+        raise ValueError("batch: expected tensors; found none")
+    integers = [each for each in tensors if each.dtype in (torch.int64, torch.int32)]
+    tokens = next((each for each in integers if each.ndim == 2), None)
+    first = tensors[0] if tokens is None else tokens
+    count = first.numel() if tokens is not None else first.shape[0] if first.ndim else 1
+    item = "samples" if tokens is None else "tokens"
+    if not count:
+        raise ValueError(f"batch: expected 1 or more {item}; found shape {tuple(first.shape)}")
+    return item, count
 
 
 def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
@@ -382,8 +387,8 @@ def inputs_and_targets(batch: Any) -> tuple[Any, Any]:
         return batch
     found = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
     raise ValueError(
-        "batch: expected for pipelines a dict with input_ids and labels, or a tuple of the first "
-        f"stage's input and the targets; found {found}"
+        "batch: expected a dict with input_ids and labels, or a tuple of the first stage's input "
+        f"and the targets, since the plan has pipelines; found {found}"
     )
 
 

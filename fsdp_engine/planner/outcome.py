@@ -144,8 +144,8 @@ class Times:
 
     @property
     def host(self) -> float:
-        """Time in which compute was idle and did not wait for communication, because the host had
-        not issued the work yet."""
+        """Time in which compute was idle because the host had not issued the work yet: the step
+        without compute and without ``exposed``."""
         return max(self.step - self.compute - sum(self.exposed.values()), 0.0)
 
     @property
@@ -299,12 +299,13 @@ class Outcome:
         numbers += [candidate.tensor_parallel, candidate.context_parallel, candidate.pipeline]
         numbers += [*self.sent.values(), *self.elsewhere.values()]
         numbers += [self.model_flops, self.checkpoint_bytes]
-        numbers += [n for n in (candidate.microbatches, candidate.sequence) if n is not None]
+        sizes = (candidate.microbatches, candidate.microbatch_size, candidate.sequence)
+        numbers += [each for each in sizes if each is not None]
         if self.times is not None:
             numbers += [self.times.step, self.times.compute, *self.times.exposed.values()]
             numbers.append(self.times.at_peak)
-        if not all(isinstance(each, int | float) for each in numbers):
-            raise TypeError(f"expected numbers; found {numbers}")
+        if wrong := [each for each in numbers if not isinstance(each, int | float)]:
+            raise TypeError(f"expected numbers; found {wrong}")
 
     @property
     def fits(self) -> bool | None:
@@ -346,6 +347,16 @@ class Trial:
     change: str
     speedup: float
     lacking: float
+
+    def check(self) -> None:
+        """Check values that were read from a file.
+
+        Raises:
+            TypeError: A value is not a number.
+        """
+        for each in (self.speedup, self.lacking):
+            if not isinstance(each, int | float):
+                raise TypeError(f"expected a number in a trial; found {each!r}")
 
 
 # Rates are rounded to multiples of the fastest rate over this number before they are compared.

@@ -182,13 +182,15 @@ def _legend(colours: Mapping[str, str]) -> str:
 
 def _step(planning: StrategyPlan, step: Simulation) -> Iterator[str]:
     """Yield the timeline and the memory of a step, on one time axis."""
-    what = "chosen" if planning.chosen is not None else "nearest"
+    what = "chosen candidate"
+    if planning.chosen is None:
+        what = "candidate that exceeds the memory limit the least"
     rows = _timeline_rows(step, planning.outcomes[0].candidate)
     unit, name = table_unit(planning.outcomes)
     used = {colour for spans in rows.values() for _, _, colour, _ in spans}
     times = {time_label(n): colour for n, colour in TIME_COLOURS.items() if colour in used}
     height = len(rows) * (_ROW + _GAP)
-    yield f"<section>\n<h2>One step of the {what} candidate</h2>"
+    yield f"<section>\n<h2>One step of the {what}</h2>"
     text = f"{planning.outcomes[0].candidate}: {1e3 * step.seconds:,.1f} ms"
     yield f'<p class="soft">{escape(text)}</p>'
     yield _legend({**times, "busy lanes": "var(--busy)"})

@@ -1,4 +1,4 @@
-"""Simulated rows on disk, in the user's cache folder.
+"""Stores simulated rows on disk, in the user's cache folder.
 
 [Note: What a cached row depends on]
 A row is found by the digest of everything that is simulated: the modules of the model with all
@@ -94,7 +94,10 @@ class JobCache:
         try:
             self._write(json.dumps({"files": files, "rows": self._rows}))
         except OSError as error:
-            warnings.warn(f"cache: rows are not kept: {error}", stacklevel=2)
+            warnings.warn(
+                f"cache: expected a writable file; found {error}. Results are not cached",
+                stacklevel=2,
+            )
 
     def _write(self, text: str) -> None:
         folder = self._path.parent

@@ -89,7 +89,7 @@ def _print_estimates(inputs: Inputs, options: Mapping[str, Any], details: Detail
     estimates = compare_estimates(
         subject,
         world_size=options["world_size"],
-        outer_size=details.outer or 1,
+        outer_size=1 if details.outer is None else details.outer,
         optimizer_bytes_per_element=details.optimizer_bytes,
         num_microbatches=options["microbatches"],
         num_units=details.num_units,
@@ -163,7 +163,7 @@ def _print(planning: StrategyPlan, *, every: bool) -> None:
     shown = planning.outcomes if every else planning.outcomes[:_MOST_ROWS]
     terminal.print_whole(plan_table(planning.setting, shown, width))
     if left := len(planning.outcomes) - len(shown):
-        print(f"{left} more candidates: --all")
+        print(f"--all prints {left} more candidates.")
 
 
 def shard_call(planning: StrategyPlan) -> str:
@@ -258,11 +258,16 @@ def _offload(where: Where, folder: Path | None) -> StatePlaces | str | None:
 def _meshes(
     world: int, degrees: Sequence[int], pipelines: Sequence[int], outer: int
 ) -> list[tuple[int, ...]]:
+    """Returns the meshes to try for the numbers of ranks of tensor and pipeline parallelism. Pairs
+    of numbers that do not divide the ranks are left out, as in :func:`plan_job`."""
     meshes: list[tuple[int, ...]] = []
-    for count in [world // (degree * pipeline) for degree in degrees for pipeline in pipelines]:
+    for taken in [degree * pipeline for degree in degrees for pipeline in pipelines]:
+        if world % taken:
+            continue
+        count = world // taken
         if outer < 1 or count % outer:
             raise typer.BadParameter(
                 f"--outer: expected a divisor of the {count} ranks; found {outer}"
             )
         meshes += [(count,)] if outer == 1 else [(count,), (outer, count // outer)]
-    return meshes
+    return list(dict.fromkeys(meshes))

@@ -72,8 +72,8 @@ class PlanOptions(PlanFields):
             number of microbatches that gives this batch. None: use the batch and ``microbatches``.
         sequences: Sequence lengths to try. None: only the length of the batch.
         quick: Try the candidates that are most often the best, level 3 and HSDP first, until four
-            fit. If a candidate without recomputation fits, also try the remaining ones of them
-            without recomputation. ``StrategyPlan.full`` tries all candidates.
+            fit. If a candidate without recomputation fits, also try the rest of these candidates
+            that do not recompute. ``StrategyPlan.full`` tries all candidates.
         compile: Whether to simulate blocks as compiled by ``block.compile()``. ``shard`` does not
             compile them.
         cache: Read results of candidates from the user's cache folder, and store new ones there;
@@ -142,13 +142,13 @@ class PlanOptions(PlanFields):
         check_positive("global_batch", self.global_batch, "tokens or samples of a step")
         if self.formulas:
             raise ValueError(
-                "global_batch: expected a plan that runs the model, since formulas do not know the "
-                "memory of a microbatch; found formulas"
+                "global_batch: expected formulas=False, since formulas do not count the memory of "
+                "a microbatch; found formulas=True"
             )
         if self.microbatches != 1:
             raise ValueError(
-                "microbatches: expected none with global_batch, from which their number follows; "
-                f"found {self.microbatches}"
+                "microbatches: expected 1, the default, with global_batch, which determines their "
+                f"number; found {self.microbatches}"
             )
 
     @property
@@ -210,7 +210,7 @@ class PlanOptions(PlanFields):
         """Offloads that are tried if no candidate fits."""
         if self.offload != AUTO or not self.tries_offloads:
             return ()
-        if self.where.host_memory_bandwidth is None:  # the host cannot cast main weights
+        if self.where.host_memory_bandwidth is None:  # casts by the host cannot be simulated
             offloads = offloads_to_host()
             return tuple(each for each in offloads if each.main_weights != allocator.HOST)
         return offloads_to_host()

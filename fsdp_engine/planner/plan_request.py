@@ -40,7 +40,8 @@ class PlanRequest:
 
     Attributes:
         is_compared: Whether the plan is one of several in a comparison. If so, no variations of the
-            choice are tried, and a quick plan tries all of its candidates, even if this takes long.
+            chosen candidate are tried, and a quick plan tries all of its candidates, even if this
+            takes long.
 
     Raises:
         TypeError, ValueError: An argument is invalid.
@@ -87,7 +88,7 @@ class PlanRequest:
         ):
             if self.options.formulas and degrees != [1]:
                 raise ValueError(
-                    f"{name}: expected 1 with formulas, which do not know what it shards; "
+                    f"{name}: expected 1 with formulas, which do not cover this parallelism; "
                     f"found {getattr(self.options, name)!r}"
                 )
 
@@ -118,7 +119,7 @@ class PlanRequest:
 
     @property
     def _degrees(self) -> list[Any]:
-        """The degrees of tensor parallelism that were given; none for "auto"."""
+        """The degrees of tensor parallelism that were given. Empty for "auto"."""
         return [] if self.options.tensor_parallel == AUTO else self._divisors("tensor_parallel")
 
     def pipelines(self, model: nn.Module) -> list[int]:
@@ -144,7 +145,7 @@ class PlanRequest:
 
     @property
     def _given_pipelines(self) -> list[Any]:
-        """The numbers of pipeline ranks that were given; none for "auto"."""
+        """The numbers of pipeline ranks that were given. Empty for "auto"."""
         return [] if self.options.pipeline == AUTO else self._divisors("pipeline")
 
     @property
@@ -154,8 +155,9 @@ class PlanRequest:
 
     def _context_degrees(self, tensor_parallel: int) -> list[int]:
         """Returns the degrees of context parallelism to try with a degree of tensor parallelism.
-        For "auto" on GPUs, these are all powers of two that fit a node and divide the ranks, for
-        any sequence length. For "auto" on CPUs, this is 1."""
+        For "auto" on GPUs, these are all powers of two that fit a node, together with the
+        tensor-parallel ranks, and divide the ranks, for any sequence length. For "auto" on CPUs,
+        this is 1."""
         if self.options.context_parallel != AUTO:
             return self._divisors("context_parallel")
         if not self.options.where.host_runs_ahead:

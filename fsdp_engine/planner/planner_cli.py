@@ -40,7 +40,7 @@ def _root() -> None:
 
 
 def plan(context: typer.Context, **values: Any) -> None:
-    """Recommend a strategy: time and memory of each one; only bytes without --batch.
+    """Recommend a strategy by the time and memory of each one. Without --batch, print only bytes.
 
     Example: fsdp-engine plan --model llama/config.json --batch 1x8192 --world 64 --dtype bf16
     """
@@ -62,21 +62,20 @@ app.command()(plan)
 
 @app.command("calibrate")
 def measure_machine(
-    path: Annotated[Path, typer.Argument(help="JSON file for the figures")],
-    threads: Annotated[int, typer.Option(help="threads of each rank on a CPU")] = 1,
-    seconds: Annotated[float, typer.Option(help="measurement time of each figure")] = 1.0,
-    folder: Annotated[Path | None, typer.Option(help="folder of a local disk to measure")] = None,
+    path: Annotated[Path, typer.Argument(help="JSON file to write the figures to")],
+    threads: Annotated[int, typer.Option(help="number of threads of each rank on a CPU")] = 1,
+    seconds: Annotated[float, typer.Option(help="seconds to measure each figure")] = 1.0,
+    folder: Annotated[Path | None, typer.Option(help="folder on the local disk to measure")] = None,
     compile: Annotated[
-        bool, typer.Option("--compile", help="measure kernels of torch.compile, too")
+        bool, typer.Option("--compile", help="also measure kernels of torch.compile")
     ] = False,
 ) -> None:
-    """Measure this machine in half a minute, with the ranks of torchrun or two gloo ranks."""
+    """Measure this machine in half a minute: the ranks of torchrun, or else two gloo ranks."""
     _check_writable(path, "path")
-    if threads < 1 or not 0 < seconds < float("inf"):
-        raise typer.BadParameter(
-            "--threads, --seconds: expected 1 or more, and more than 0; found "
-            f"{threads} and {seconds}"
-        )
+    if threads < 1:
+        raise typer.BadParameter(f"--threads: expected 1 or more; found {threads}")
+    if not 0 < seconds < float("inf"):
+        raise typer.BadParameter(f"--seconds: expected a number, more than 0; found {seconds}")
     if folder is not None and not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
         raise typer.BadParameter(f"--folder: expected a folder that can be written; found {folder}")
     from fsdp_engine.planner.simulation.calibrate import calibrate  # imports torch
@@ -111,40 +110,42 @@ def _check_together(given: set[str], values: Mapping[str, Any]) -> None:
     """
     model, batch = values["model"], values["batch"]
     if (values["elements"] is None) == (model is None):
-        raise ValueError("expected one of --elements and --model; found both or neither")
+        found = "neither" if model is None else "both"
+        raise ValueError(f"--model, --elements: expected one of them; found {found}")
     if batch is not None and model is None:
-        raise ValueError("--batch: expected with --model; found with --elements")
+        raise ValueError("--batch: expected only with --model; found with --elements")
     forms = {name: form for _, name, form in options_of(*_GROUPS)}
 
     def refuse(why: str, *needs: Needs) -> None:
         _refuse([name for name in forms if name in given and forms[name].needs in needs], why)
 
     if batch is None:
-        refuse("expected with --batch; found without", Needs.batch, Needs.simulation)
+        refuse("expected only with --batch; found without it", Needs.batch, Needs.simulation)
     else:
-        refuse("expected without --batch; found with it", Needs.no_batch, Needs.elements)
+        refuse("expected only without --batch; found with it", Needs.no_batch, Needs.elements)
     if model is None:
-        refuse("expected with --model; found with --elements", Needs.model)
+        refuse("expected only with --model; found with --elements", Needs.model)
     else:
-        refuse("expected with --elements; found with --model", Needs.elements)
+        refuse("expected only with --elements; found with --model", Needs.elements)
     if values["formulas"]:
-        refuse("expected without --formulas; found with it", Needs.simulation)
+        refuse("expected only without --formulas; found with it", Needs.simulation)
     for name, form in forms.items():
         if name in given and form.requires and not values[form.requires]:
-            _refuse([name], f"expected with {flag(form.requires)}; found without")
+            _refuse([name], f"expected only with {flag(form.requires)}; found without it")
         if isinstance(values[name], Path) and name != "offload_folder":
             _check_writable(values[name], flag(name))
     for name in ("figure", "scaling_figure"):
         if values[name] is not None:
             _check_figure(values[name], flag(name))
     offload, folder = values["offload"], values["offload_folder"]
-    if (offload is Where.disk) != (folder is not None):
-        raise ValueError(
-            "--offload-folder: expected with --offload disk; found "
-            f"--offload {offload} {'with' if folder else 'without'} it"
-        )
+    if offload is Where.disk and folder is None:
+        raise ValueError("--offload-folder: expected a folder with --offload disk; found none")
+    if offload is not Where.disk and folder is not None:
+        _refuse(["offload_folder"], f"expected only with --offload disk; found --offload {offload}")
+    if "schedules" in given and values["pipeline"] == "1":
+        _refuse(["schedules"], "expected only with --pipeline; found one rank in a pipeline")
     if values["global_batch"] is not None and "microbatches" in given:
-        _refuse(["microbatches"], "expected without --global-batch; found with it")
+        _refuse(["microbatches"], "expected only without --global-batch; found with it")
 
 
 def _refuse(names: Sequence[str], why: str) -> None:
@@ -156,14 +157,14 @@ def _refuse(names: Sequence[str], why: str) -> None:
 def _check_writable(path: Path, option: str) -> None:
     why = ""
     if path.is_dir():
-        why = "a folder"
+        why = "which is a folder"
     elif not path.parent.is_dir():
-        why = f"no folder {path.parent}"
+        why = f"but no folder {path.parent}"
     elif not os.access(path if path.exists() else path.parent, os.W_OK):
-        why = "no permission to write"
+        why = "which this user may not write"
     if why:
         raise typer.BadParameter(
-            f"{option}: expected a file that can be written; found {path}: {why}"
+            f"{option}: expected a file that can be written; found {path}, {why}"
         )
 
 

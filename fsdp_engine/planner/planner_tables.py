@@ -71,11 +71,11 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
         "activation checkpointing, of whole blocks or selective."
     )
     if any(each.candidate.context_parallel > 1 for each in outcomes):
-        text += " CP: ranks of these that share each sequence."
+        text += " CP: number of these ranks that share each sequence."
     if any(each.candidate.tensor_parallel > 1 for each in outcomes):
-        text += " TP: tensor-parallel ranks in each place of these."
+        text += " TP: number of tensor-parallel ranks per data-parallel rank."
     if any(each.candidate.pipeline > 1 for each in outcomes):
-        text += " PP: ranks of a pipeline; times are means of them, memory is the largest."
+        text += " PP: number of ranks in a pipeline; times are their mean, memory is their maximum."
     if setting.global_batch:
         text += " Batch: microbatches x rows of one."
     if is_offloaded:
@@ -195,7 +195,7 @@ def estimates_table(
             f"{first.num_elements:,} elements (and at most {padding:,} of padding) on "
             f"{first.outer_size} x {first.inner_size} ranks (outer x inner); bytes of one rank"
         ),
-        caption=f"+: temporary, at most. Sent: per step, at most. {NOT_INCLUDED}"
+        caption=f"+: temporary bytes, at most. Sent: bytes per step, at most. {NOT_INCLUDED}"
         + terminal.not_shown(found, width),
         title_justify="left",
         caption_justify="left",

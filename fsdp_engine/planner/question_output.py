@@ -34,9 +34,9 @@ class Questions(QuestionFields):
     def __post_init__(self) -> None:
         count = len([*named_machines(self.compare or ())])
         if len(self._prices) not in (1, count):
+            more = f", or {count} for --compare" if count else " without --compare"
             raise ValueError(
-                f"--price: expected one price, or {count} for --compare; found "
-                f"{','.join(map(str, self._prices))}"
+                f"--price: expected one price{more}; found {','.join(map(str, self._prices))}"
             )
 
     @property

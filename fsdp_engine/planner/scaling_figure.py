@@ -40,7 +40,7 @@ def save_scaling_figure(found: Comparison, path: str | Path) -> None:
     mark = accuracy_of(setting.machine_family).mark
     times.set_ylabel(f"step time (ms) {mark}")
     _draw_rates(rates, found)
-    rates.set_ylabel(f"{setting.item}/s of one rank, over {base.label} ranks'")
+    rates.set_ylabel(f"{setting.item}/s per rank, relative to {base.label} ranks")
     rates.set_xlabel("ranks")
     rates.set_xticks(range(len(found.rows)), [row.label for row in found.rows])
     figure.savefig(str(path), dpi=150)

@@ -24,7 +24,7 @@ KIND_OF_OFFLOADED = {
 
 
 class StatePlaces(EngineExtension):
-    """The places of state without an offload, which are all on the device. ``fe.Offload`` documents
+    """Places of state if nothing is offloaded: all state is on the device. ``fe.Offload`` documents
     the attributes."""
 
     optimizer_state = main_weights = gradients = step_on = allocator.DEVICE
@@ -79,7 +79,7 @@ def offload_of(engine: Engine) -> StatePlaces:
 @cache
 def offloads_to_host() -> tuple[StatePlaces, ...]:
     """Returns two offloads to host memory: one of optimizer state, and one of optimizer state, main
-    weights and gradients. () if the package lacks the extension ``offload``."""
+    weights and gradients. Empty if the package lacks the extension ``offload``."""
     if find_module("offload") is None:
         return ()
     every = dict.fromkeys(KIND_OF_OFFLOADED, allocator.HOST)

@@ -73,7 +73,10 @@ def advice(setting: Setting, outcomes: Sequence[Outcome], trials: Sequence[Trial
     first = outcomes[0]
     if first.lacking:
         if setting.is_quick:
-            lines.append(f"This is a quick plan, of {len(outcomes)} of the candidates.")
+            lines.append(
+                f"This is a quick plan, of {len(outcomes)} of the candidates: a full plan "
+                "(`--full`, `planning.full()`) may find one that fits."
+            )
         return "\n".join([*lines, *_nothing_fits(setting, outcomes), *limit])
     if first.times is None:
         return "\n".join([*lines, *_unknown_fit(setting, first), *limit])
@@ -160,7 +163,7 @@ def _next_faster(chosen: Outcome, outcomes: Sequence[Outcome]) -> str:
         # Rates within the tolerance are considered equal, though the table may show a difference.
         is_close = any(each.lacking and each.rate > chosen.rate for each in outcomes)
         margin = f" by more than {TOLERANCE:.1%}" if is_close else ""
-        return f"No candidate that does not fit would be faster{margin}."
+        return f"No candidate above the memory limit would be faster{margin}."
     nearest = min(faster, key=lambda each: (each.lacking, -each.rate))
     speedup = f"is {nearest.rate / chosen.rate - 1:.1%} faster"
     return (
@@ -229,8 +232,8 @@ def _help(setting: Setting, chosen: Outcome, times: Times, trials: Sequence[Tria
     candidate = chosen.candidate
     if candidate.pipeline > 1 and times.shares().get("other stages", 0.0) >= 2 * _MIN_SHARE:
         lines.append(
-            "Stages wait for each other: more microbatches, of fewer rows, "
-            f"{_SHORTER_SCHEDULES.get(candidate.schedule or '', '')}shorten that."
+            "Stages wait for each other: more microbatches of fewer rows "
+            f"{_SHORTER_SCHEDULES.get(candidate.schedule or '', '')}shorten the waits."
         )
     is_slow = times.shares()["host"] >= 2 * _MIN_SHARE
     if is_slow and "main_weights" in chosen.candidate.places:
@@ -299,7 +302,7 @@ class StrategyPlan:
         simulate: Simulates a candidate again, for its timeline. None if the plan was made by
             formulas or was loaded.
         replan: Plans the job again with other arguments. None if the plan was loaded.
-        machine: The machine. None if the plan was loaded.
+        machine: The machine. None if the plan was made by formulas or was loaded.
         row_items: Tokens or samples per row of the batch, if the plan has a global batch.
         parallelize: Applies tensor parallelism to the model; not saved. None: the model's
             ``tp_plan`` is applied.
@@ -335,8 +338,9 @@ class StrategyPlan:
         """
         if self.chosen is not None and self.chosen.candidate.pipeline > 1:
             raise ValueError(
-                "plan: expected a candidate without a pipeline, of which a rank has some stages; "
-                f"found {self.chosen.candidate}. Call planning.shard_stages(stages) instead"
+                "plan: expected a candidate without a pipeline, since a pipeline's rank has only "
+                f"some stages; found {self.chosen.candidate}. Call planning.shard_stages(stages) "
+                "instead"
             )
         if self.chosen is not None and self.chosen.candidate.tensor_parallel > 1:
             raise ValueError(
@@ -501,19 +505,22 @@ class StrategyPlan:
                 left out.
 
         Raises:
-            ValueError: The plan was loaded, or no number divides the rows of the global batch.
+            ValueError: The plan was loaded, there are no numbers, or no number divides the rows of
+                the global batch.
         """
         rows = []
         total = self.setting.global_batch
-        for count in listed("ranks", ranks, "numbers of ranks"):
+        counts = listed("ranks", ranks, "numbers of ranks")
+        for count in counts:
             check_count("ranks", count, "1 rank or more")
             if not total or total % (count * self.row_items) == 0:
                 rows.append(self._row(f"{count:,}", world_size=count, meshes=None, quick=True))
         if not rows:
-            raise ValueError(
-                f"ranks: expected numbers that divide the {total // self.row_items:,} rows of the "
-                f"global batch; found {list(ranks)}"
-            )
+            what = "numbers of ranks"
+            if total:
+                number = f"{total // self.row_items:,}"
+                what = f"numbers that divide the {number} rows of the global batch"
+            raise ValueError(f"ranks: expected {what}; found {counts}")
         return Comparison("ranks", tuple(rows))
 
     def _row(self, label: str, **changes: Any) -> ComparedRow:
@@ -523,7 +530,8 @@ class StrategyPlan:
     def _again(self, **changes: Any) -> StrategyPlan:
         if self.replan is None:
             raise ValueError(
-                "plan: expected one of this process, which can plan again; found a loaded one"
+                "plan: expected a plan that fe.plan made in this process, since it plans again; "
+                "found a loaded plan. Call fe.plan"
             )
         return self.replan(**changes)
 
@@ -559,11 +567,13 @@ class StrategyPlan:
         """
         content = read_json(path, "a plan as written by `save`")
         try:
-            return cls(
-                Setting(**content["setting"]),
-                tuple(map(Outcome.from_plain, content["outcomes"])),
-                tuple(Trial(**each) for each in content["trials"]),
-            )
+            outcomes = tuple(map(Outcome.from_plain, content["outcomes"]))
+            trials = tuple(Trial(**each) for each in content["trials"])
+            if not outcomes:
+                raise ValueError("no outcomes")
+            for each in trials:
+                each.check()
+            return cls(Setting(**content["setting"]), outcomes, trials)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(
                 f"{path}: expected a plan as written by `save`; found {error!r}"

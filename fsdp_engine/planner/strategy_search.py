@@ -150,8 +150,8 @@ class _Planning:
             every = _with_batch(every, self._search)
         if not every:
             raise ValueError(
-                "global_batch: expected a size whose microbatches the schedules of pipelines take; "
-                f"found {options.global_batch}"
+                "global_batch: expected a batch that gives a number of microbatches that a "
+                f"pipeline's schedule accepts; found {options.global_batch}"
             )
         found = self._without_hopeless(self._allowed(every))
         if not found:
@@ -293,6 +293,7 @@ class _Planning:
             outer_size=candidate.mesh[0] if len(candidate.mesh) == 2 else 1,
             strategy=candidate.strategy,
             outer_strategy=candidate.outer_strategy,
+            optimizer_bytes_per_element=None,  # AdamW
             num_microbatches=options.microbatches,
             extensions=[*(options.shard.get("extensions") or ()), *offload],
             **shard,
@@ -360,8 +361,8 @@ class _Planning:
         return self._allowed([each for each in found if not is_quick(each)])
 
     def _with_long_sequences(self, tried: list[Candidate]) -> list[Candidate]:
-        """Returns the candidates, for "auto" without those with context parallelism whose sequences
-        are too short or cannot be sharded."""
+        """Returns the candidates. If ``context_parallel`` is "auto", leaves out those with context
+        parallelism whose sequences are too short or cannot be sharded."""
         if self._options.context_parallel != AUTO:
             return tried
 
@@ -396,31 +397,30 @@ class _Planning:
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
-    """Returns the candidates that can share the global batch equally, and whose schedule accepts a
-    number of microbatches of it.
+    """Returns the candidates that can share the global batch equally in microbatches of a given
+    size, and whose schedule accepts a number of microbatches of it.
 
     Raises:
         ValueError: For one of the sequence lengths, no candidate can share the global batch
-            equally.
+            equally, or none has a given microbatch size.
     """
 
-    def kind(each: Candidate) -> tuple[int, int, int | None]:
-        return each.num_batches, each.pipeline, each.sequence
+    def kind(each: Candidate) -> tuple[int, int, str | None, int | None]:
+        return each.num_batches, each.pipeline, each.schedule, each.sequence
 
-    allowed: set[tuple[int, int, int | None]] = set()
+    sizes: dict[tuple[int, int, str | None, int | None], list[int]] = {}
     refused: dict[int | None, ValueError] = {}
     for each in {kind(each): each for each in tried}.values():
         try:
             search.batch_of(each)
+            sizes[kind(each)] = search.sizes(each)
         except ValueError as error:
             refused.setdefault(each.sequence, error)
-        else:
-            allowed.add(kind(each))
-    sequences = {sequence for *_, sequence in allowed}
+    sequences = {sequence for *_, sequence in sizes}
     for sequence, refusal in refused.items():
         if sequence not in sequences:
             raise refusal
-    return [each for each in tried if kind(each) in allowed and search.sizes(each)]
+    return [each for each in tried if sizes.get(kind(each))]
 
 
 def _with_offloaded_activations(

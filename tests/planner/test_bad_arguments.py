@@ -68,10 +68,11 @@ ESTIMATE: dict[str, tuple[object, ...]] = {
     "config": (3, {}),
     "codec_rules": (3, "x"),
     "granule": NO_FUNCTION,
-    "optimizer_bytes_per_element": (-1, "8", None, float("nan")),
+    "optimizer_bytes_per_element": (-1, "8", [], float("nan")),
     "num_microbatches": NO_COUNT,
     "num_units": NO_COUNT,
     "dtype": ("bf16", 3),
+    "units": (["layers.*"], nn.Linear),  # with a number of elements
 }
 
 
@@ -98,6 +99,21 @@ def test_an_argument_that_is_not_taken_is_named(call: str, name: str) -> None:
         assert not dist.is_initialized()
 
 
+def test_a_deprecated_argument_is_reported_at_the_line_that_gives_it() -> None:
+    stages = {"pipeline": 2, "microbatches": 2, "batch": torch.zeros(2, 4), "target": TARGET}
+    stages |= {"stages": lambda index, count: nn.Linear(4, 4), "loss": nn.functional.mse_loss}
+    for function, given in (
+        (fe.plan, {**SMALL, "formulas": True}),
+        (fe.simulate, SMALL),
+        (fe.simulate_pipeline, {"world_size": 4, **stages}),
+        (estimate, {"model": nn.Linear(4, 4), "world_size": 4}),
+    ):
+        with pytest.warns(DeprecationWarning, match="min_unit_size= is deprecated") as found:
+            function(**given, min_unit_size=0)
+        assert [each.filename for each in found] == [__file__], function
+
+
+TARGET = torch.zeros(2, 4)
 LLAMA: dict[str, Any] = {
     "build": llama,
     "batch": llama_batch,
@@ -111,14 +127,15 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"meshes": [(3,)]}, "meshes: expected one or two sizes of 4 ranks each; found"),
     ({"meshes": []}, "expected at least one candidate; found none"),
     ({"microbatch_sizes": (1,)}, "batch: expected a function of the microbatch size"),
+    ({"batch": torch.zeros(0, 4)}, r"batch: expected 1 or more samples; found shape \(0, 4\)"),
     ({"build": "tests.models:nothing"}, "build: expected a function 'nothing'"),
     ({"compile": "blocks"}, "compile: expected True or False; found 'blocks'"),
     ({"offload": "host"}, r"offload: expected an fe\.Offload, 'auto' or None"),
     # Searches.
     ({"global_batch": 4}, "batch: expected a function of the microbatch size"),
     ({"global_batch": -1}, "global_batch: expected tokens or samples of a step, more than 0"),
-    ({**GLOBAL, "microbatches": 2}, "microbatches: expected none with global_batch"),
-    ({**GLOBAL, "formulas": True}, "global_batch: expected a plan that runs"),
+    ({**GLOBAL, "microbatches": 2}, "microbatches: expected 1, the default, with"),
+    ({**GLOBAL, "formulas": True}, "global_batch: expected formulas=False, since"),
     ({**GLOBAL, "microbatch_sizes": (4,)}, "expected a divisor of a rank's 6 rows in a step"),
     ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
     (
@@ -142,7 +159,7 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({**LLAMA, "context_parallel": 2, "formulas": True}, "context_parallel: expected 1 with form"),
     ({**LLAMA, "context_parallel": 2, "machine": HOST}, "no ring attention for CPUs; found 2"),
     ({**PIPELINE, "pipeline": 3}, "pipeline: expected a divisor of the 4 ranks; found 3"),
-    ({**PIPELINE, "batch": TOKENS}, "batch: expected for pipelines a dict with input_ids and labe"),
+    ({**PIPELINE, "batch": TOKENS}, "batch: expected a dict with input_ids and labels, or a tuple"),
     ({**PIPELINE, "formulas": True, "quick": False}, "pipeline: expected 1 with formulas"),
 ]
 
@@ -176,8 +193,21 @@ def test_values_of_other_types_in_a_saved_planning_are_refused(tmp_path: Path) -
     within(1e9).save(path)
     whole = path.read_text()
     fe.StrategyPlan.load(path)
+    for changes in (
+        {"outcomes": []},
+        {"trials": [{"change": "more rows", "speedup": "2", "lacking": 0}]},
+        {"trials": [{"change": "more rows", "speedup": 2, "lacking": None}]},
+    ):
+        path.write_text(json.dumps({**json.loads(whole), **changes}))
+        with pytest.raises(ValueError, match=r"plan\.json: expected a plan.*found"):
+            fe.StrategyPlan.load(path)
     outcome = ("memory", "lacking", "candidate", "sent")
     candidate = ("mesh", "strategy", "tensor_parallel")
+    damaged = json.loads(whole)
+    damaged["outcomes"][0]["candidate"]["microbatch_size"] = "2"
+    path.write_text(json.dumps(damaged))
+    with pytest.raises(ValueError, match=r"expected numbers; found \['2'\]"):
+        fe.StrategyPlan.load(path)
     for place in (
         *(("setting", name) for name in ("memory", "world_size")),
         *(("outcomes", 0, name) for name in outcome),

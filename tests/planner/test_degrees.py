@@ -186,7 +186,7 @@ LINKS: list[tuple[str, dict[str, Any], float, list[str]]] = [
         "tensor link",
         {"tensor_parallel": 2, "meshes": [(2,)]},
         0.5,
-        ["sent tensor", "of 2 tensor-parallel ranks each", "the tensor-parallel link (within a"],
+        ["sent tensor", ", tensor parallelism over 2 ranks", "the tensor-parallel link (within a"],
     ),
     (
         "context link",
@@ -231,9 +231,9 @@ def test_a_plan_tries_pipelines_beside_data_parallelism() -> None:
     assert len({each.checkpoint_bytes for each in planned().outcomes}) == 1
     text = " ".join(str(only(pipeline=2)).split())
     assert "2, PP 2" in text
-    assert "PP: ranks of a pipeline" in text
+    assert "PP: number of ranks in a pipeline" in text
     assert times_of(only(pipeline=2).outcomes[0]).shares()["other stages"] > 0.05
-    assert "Stages wait for each other: more microbatches, of fewer" in text
+    assert "Stages wait for each other: more microbatches of fewer" in text
 
 
 @pytest.mark.parametrize("context", [1, pytest.param(2, marks=pytest.mark.thorough)])
@@ -272,6 +272,17 @@ def stage(index: int = 0, num_stages: int = 1) -> nn.Module:
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
 
 
+def test_degrees_whose_rows_have_no_given_microbatch_size_are_left_out(
+    simulated: list[dict[str, Any]],
+) -> None:
+    """Of 12 rows, four data-parallel ranks have three each, which are no microbatches of two."""
+    given: dict[str, Any] = {"global_batch": 12 * 32, "microbatch_sizes": (2,), "meshes": None}
+    planning = plan(tensor_parallel=(1, 2), **given)
+    assert {each.candidate.tensor_parallel for each in planning.outcomes} == {2}
+    with pytest.raises(ValueError, match="expected a divisor of a rank's 3 rows in a step"):
+        plan(**given)
+
+
 def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
     """DualPipeV needs four of them with four stages. A rank's rows are a multiple of the ranks of
     the pipeline: 15 rows of two data-parallel ranks could not be cut into an even number."""
@@ -288,7 +299,7 @@ def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
     assert found.batch_of(candidate) == 2 * 16 * 32
     assert found.sizes(candidate) == [1, 2, 4, 8]
     assert found.sizes(replace(candidate, pipeline=1)) == [1, 3, 5, 15]
-    with pytest.raises(ValueError, match="global_batch: expected a size whose microbatches"):
+    with pytest.raises(ValueError, match="global_batch: expected a batch that gives a number"):
         plan(
             stage,
             lambda size: (torch.zeros(size, 16), torch.zeros(size, 16)),
@@ -391,7 +402,7 @@ def test_plans_that_do_not_fit_the_ranks_are_refused_on_all(ranks: Ranks, tmp_pa
             assert message in found
     with pytest.raises(ValueError, match=r"found .* pipeline .*planning.shard_stages"):
         _ = only(pipeline=2).best
-    with pytest.raises(ValueError, match=r"found .* 2 tensor-parallel .*planning.shard"):
+    with pytest.raises(ValueError, match=r"found .* tensor parallelism over 2 .*planning.shard"):
         _ = only(tensor=2).best  # fe.shard would not apply it
     with pytest.raises(ValueError, match="stages: expected a function"):
         fe.StrategyPlan.load(paths[0]).shard_stages()

@@ -158,7 +158,7 @@ def test_a_plan_without_times_or_a_simulation_has_a_page(tmp_path: Path) -> None
     assert page.all("svg") == []
     nothing = planned()[0].within(2.0**10)
     text = page_of(nothing, planned()[1])
-    assert "One step of the nearest candidate" in text
+    assert "One step of the candidate that exceeds the memory limit the least" in text
     assert 'class="chosen"' not in text
 
 

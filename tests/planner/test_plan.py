@@ -168,7 +168,7 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
         assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
     assert text.count(f", {lacking[0].largest_kind} │") > 0
     loose = str(planned())
-    assert "No candidate that does not fit would be faster." in loose
+    assert "No candidate above the memory limit would be faster." in loose
     assert "With a microbatch twice as large: " in loose
     assert "With 4 microbatches a step: " in loose
 
@@ -222,6 +222,23 @@ def test_candidates_have_the_activations_of_given_extensions(simulated: list[Any
         assert found.arguments()["extensions"] == [extension]
         with pytest.raises(ValueError, match="checkpointing: expected None with extensions that"):
             fe.plan(Words, words, extensions=[extension], checkpointing=(True,), **given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_formulas_count_adamw_in_the_dtype_of_main_weights(dtype: torch.dtype) -> None:
+    """A quick plan leaves out candidates whose weights and state do not fit by these formulas."""
+    names = ("param_dtype", "main_params_dtype", "main_grads_dtype")
+    given = {"world_size": 8, "loss": torch.mean, "checkpointing": (False,)}
+    given |= {"mp_policy": fe.MixedPrecisionPolicy(**dict.fromkeys(names, dtype))}
+    arguments = partial(nn.Linear, 512, 512, bias=False), torch.zeros(4, 512)
+    full = fe.plan(*arguments, **given)
+    held = {each.candidate.strategy: each.memory["optimizer"] for each in full.outcomes}
+    for each in fe.plan(*arguments, **given, formulas=True).outcomes:
+        assert held[each.candidate.strategy] == pytest.approx(each.memory["optimizer"], rel=1e-3)
+    largest = max(full.outcomes, key=lambda each: each.peak_bytes)
+    assert largest.candidate.strategy == "no_shard"
+    quick = fe.plan(*arguments, **given, quick=True, memory=largest.peak_bytes)
+    assert largest.candidate in [each.candidate for each in quick.outcomes]
 
 
 def test_it_is_saved_and_loaded(tmp_path: Path) -> None:
@@ -339,7 +356,7 @@ def test_options_are_keyword_arguments_or_one_object() -> None:
     planning = fe.plan(Words, words, options)
     assert planning.outcomes == fe.plan(Words, words, **given, mp_policy=POLICY).outcomes
     assert planning.options == {"mp_policy": POLICY}
-    with pytest.raises(TypeError, match="options: expected no keyword arguments beside it; found"):
+    with pytest.raises(TypeError, match="no keyword arguments beside a PlanOptions; found"):
         fe.plan(Words, words, options, world_size=4)
     with pytest.raises(TypeError, match="options: expected a PlanOptions, or None"):
         fe.plan(Words, words, {"world_size": 4})

@@ -274,7 +274,7 @@ def test_nothing_is_kept_of_newer_sources_of_policies_and_in_a_folder_without_ac
     if cache_home.exists():
         shutil.rmtree(cache_home)
     cache_home.write_text("a file")
-    with pytest.warns(UserWarning, match="cache: rows are not kept"):
+    with pytest.warns(UserWarning, match="found .* Results are not cached"):
         planned()
 
 
@@ -301,7 +301,7 @@ def test_a_file_that_another_process_deletes_is_no_failure(
     assert len(list(cache_folder().glob("*.json"))) >= 1
     with (
         patch.object(Path, "replace", side_effect=OSError("no space")),
-        pytest.warns(UserWarning, match="cache: rows are not kept: no space"),
+        pytest.warns(UserWarning, match="cache: expected a writable file; found no space"),
     ):
         planned(microbatches=2)
     assert not list(cache_folder().glob("*.new"))

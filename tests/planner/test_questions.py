@@ -67,13 +67,19 @@ def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu(tmp_path: Path) -> None
 
 def test_questions_without_an_answer_are_errors() -> None:
     planning = planned_by_hand()
+    of_batch = replace(planning, setting=replace(planning.setting, global_batch=8))
     for ask, message in (
         (lambda: planning.training(0), "tokens: expected tokens or samples, more than 0"),
         (lambda: planning.training(1e12, price=-1), "price: expected dollars per GPU hour"),
-        (planning.scaling, "plan: expected one of this process"),
-        (planning.full, "plan: expected one of this process"),
+        (planning.scaling, "plan: expected a plan that fe.plan made in this process"),
+        (planning.full, "plan: expected a plan that fe.plan made in this process"),
         (lambda: planning.within(1).training(1e12), "expected a candidate that fits; found none"),
         (lambda: parsed_count("4G"), "expected a number such as 4M"),
+        (lambda: planning.scaling(()), r"ranks: expected numbers of ranks; found \[\]"),
+        (
+            lambda: of_batch.scaling(iter([3, 5])),
+            r"numbers that divide the 8 rows of the global batch; found \[3, 5\]",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             ask()

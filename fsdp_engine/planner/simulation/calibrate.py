@@ -200,9 +200,10 @@ class _Meter:
         self._say(f"  overlap of memory access and compute: {processor.overlap:.0%}")
         self._say(
             f"  attention: {processor.attention_share:.0%} of the rate of products, in backward "
-            f"{processor.attention_backward_share:.0%}; half of it with "
-            f"{processor.attention_length:.0f} keys; causal in blocks of "
-            f"{processor.causal_block:.0f}; heads: {processor.attention_head:.0f}"
+            f"{processor.attention_backward_share:.0%}; half of that rate with "
+            f"{processor.attention_length:.0f} keys; half of the rate of very large heads with "
+            f"heads of {processor.attention_head:.0f}; causal in blocks of "
+            f"{processor.causal_block:.0f} queries"
         )
         self._say(
             f"  functions: {processor.function_seconds * 1e9:.2f} ns per element; irregular "

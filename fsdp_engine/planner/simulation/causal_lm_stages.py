@@ -64,12 +64,12 @@ def check_stages(model: Any, num_stages: int) -> None:
         )
     if config.tie_word_embeddings:
         raise ValueError(
-            "stages: expected a head of its own, since it is on another rank than the "
-            "embedding; found tie_word_embeddings=True"
+            "stages: expected a model whose head is not tied to its embedding, since they are on "
+            "different ranks; found tie_word_embeddings=True"
         )
     if len(model.model.layers) < num_stages:
         raise ValueError(
-            f"stages: expected at most {len(model.model.layers)}, the layers of "
+            f"stages: expected at most {len(model.model.layers)}, the number of layers of "
             f"{type(model).__name__}; found {num_stages}"
         )
 

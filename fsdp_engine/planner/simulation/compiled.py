@@ -237,8 +237,8 @@ def _make_graph(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> An
 
 
 def _visible(run: Callable[[list[Any]], Any], graph: GraphModule) -> Any:
-    """Returns ``run`` as an operation that modes of selective checkpoints see. Inductor does the
-    same if ``wrap_inductor_compiled_regions`` is set."""
+    """Returns ``run`` as an operation that the dispatch modes of selective checkpointing see.
+    Inductor does the same if ``wrap_inductor_compiled_regions`` is set."""
     from torch._higher_order_ops import wrap
 
     kind = getattr(wrap, "InductorCompiledCallable", None)
@@ -393,8 +393,8 @@ def _check_shapes(nodes: Sequence[Node]) -> None:
             sizes = each.shape if isinstance(each, Tensor) else (each,)
             if any(isinstance(size, torch.SymInt) for size in sizes):
                 raise NotImplementedError(
-                    "torch.compile: expected static shapes in a simulation; found dynamic ones: "
-                    "simulate with dynamic=None or False"
+                    "torch.compile: expected static shapes in a simulation; found dynamic ones. "
+                    "Compile with dynamic=None or dynamic=False"
                 )
 
 
@@ -417,4 +417,7 @@ def _operations() -> Operations:
     for mode in reversed(_get_current_dispatch_mode_stack()):
         if isinstance(mode, Operations):
             return mode
-    raise RuntimeError("torch.compile: a graph that was compiled for a simulation runs outside it")
+    raise RuntimeError(
+        "torch.compile: expected a graph that was compiled for a simulation to run in one; found a "
+        "call outside of simulations"
+    )

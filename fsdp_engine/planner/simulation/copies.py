@@ -28,7 +28,7 @@ from fsdp_engine.planner.simulation.machine import TwoWayLink
 
 class Direction(Enum):
     """The direction of a copy, ``INTO`` the memory where state is used or ``OUT`` of it. ``WORK``
-    is no copy, but work of the host in its own memory."""
+    is not a copy, but work of the host in its own memory."""
 
     INTO = "into"
     OUT = "out"

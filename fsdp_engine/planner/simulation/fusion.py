@@ -16,8 +16,8 @@ kernels read and that was computed from few others is not kept in memory: these 
 again. The limit on the number of its reads is inductor's ``realize_reads_threshold``.
 
 Of several possible orders, the kernels run in the one that takes the least memory. A result is
-written in place of memory of its size that no later kernel reads. In this case no other result of
-the kernel may be computed from this memory, except results that the first one is computed from.
+written in place of memory of its size that no later kernel reads. This requires that the kernel
+computes no other result from this memory, except results from which it computes the first one.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 if TYPE_CHECKING:
     from fsdp_engine.kernel_interface import Options
@@ -17,9 +17,12 @@ class GivenOptions:
     """Options that also carry options of ``fe.shard``.
 
     Attributes:
+        functions: Names of the functions that take the options, for messages.
         shard: Arguments of ``fe.shard``: ``strategy``, ``outer_strategy``, ``units``,
             ``mp_policy``, ``options``, ``extensions``, ...
     """
+
+    functions: ClassVar[str]
 
     shard: Mapping[str, Any] = field(default_factory=dict)
 
@@ -46,11 +49,12 @@ class GivenOptions:
                 raise TypeError(f"options: expected a {cls.__name__}, or None; found {options!r}")
             if given:
                 raise TypeError(
-                    "options: expected no keyword arguments beside it; found "
+                    f"options: expected no keyword arguments beside a {cls.__name__}; found "
                     f"{', '.join(map(str, given))}"
                 )
             return options
         names = {each.name for each in dataclasses.fields(cls)} - {"shard"}
         own = {name: value for name, value in given.items() if name in names}
         shard = {name: given[name] for name in given if name not in names}
-        return cls(**own, shard=checked_arguments(shard, f"the function of {cls.__name__}"))
+        # The user has called the function that calls this one.
+        return cls(**own, shard=checked_arguments(shard, cls.functions, stacklevel=4))

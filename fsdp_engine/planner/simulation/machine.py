@@ -77,7 +77,7 @@ class Link:
     latency: float = fields.seconds("seconds of a hop", "6e-6", MISSING)
     achievable: float = fields.share("of the bandwidth", "0.9")
     processor_share: float = fields.seconds(
-        "of the time of communication, which delays compute", "0.5", most=100.0
+        "fraction of communication time that delays compute", "0.5", most=100.0
     )
 
     def __post_init__(self) -> None:
@@ -443,7 +443,7 @@ class Machine:
         if self.host_memory_bandwidth is None:
             raise ValueError(
                 "machine: expected host_memory_bandwidth, since the host casts offloaded main "
-                f"weights, or steps; found None for {self.name!r}. Use "
+                f"weights or runs the optimizer step; found None for {self.name!r}. Use "
                 "dataclasses.replace(machine, host_memory_bandwidth=...)"
             )
         return self.host_memory_bandwidth / min(num_ranks, self.ranks_per_node)
@@ -473,8 +473,8 @@ class Machine:
             return PRESETS[name.lower()]
         if not Path(name).is_file():
             raise ValueError(
-                f"machine: expected one of {', '.join(PRESETS)}, or a file that "
-                f"`fsdp-engine calibrate FILE` has written on the machine, also on a CPU; found "
+                f"machine: expected one of {', '.join(PRESETS)}, or the path of a file that "
+                "`fsdp-engine calibrate FILE` has written on a machine with or without GPUs; found "
                 f"{name!r}"
             )
         return cls.load(name)
@@ -514,7 +514,8 @@ def _made(content: dict[str, Any]) -> Machine:
 
 @functools.cache
 def _in_nodes(num_ranks: int, stride: int, ranks_per_node: int) -> tuple[int, int]:
-    """Returns the smallest number of the group's ranks in a node, and the number of nodes."""
+    """Returns the smallest number of the group's ranks in one of its nodes, and the number of
+    nodes."""
     ranks_by_node = Counter(rank * stride // ranks_per_node for rank in range(num_ranks))
     return min(ranks_by_node.values()), len(ranks_by_node)
 

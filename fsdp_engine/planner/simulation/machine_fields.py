@@ -279,7 +279,7 @@ class _FileCheck:
     def __init__(self, lines: Lines) -> None:
         self._lines = lines
         self._mistakes: list[tuple[int, str]] = [
-            (line, f"line {line}, {_name(place)}: expected once; found it again")
+            (line, f"line {line}, {_name(place)}: expected once; found twice")
             for place, line in lines.again
         ]
 
@@ -308,9 +308,7 @@ class _FileCheck:
             elif name not in known:
                 near = difflib.get_close_matches(name, known, 1)
                 hint = f". Is it {near[0]}?" if near else ""
-                self.add(
-                    (*place, name), f"expected one of {_listed(known)}; found this field{hint}"
-                )
+                self.add((*place, name), f"expected one of {_listed(known)}; found {name}{hint}")
         for name, figure in fields.items():
             if name not in part and not figure.has_default:
                 self.add(place, f"expected {name}: {figure.text}; found none")
@@ -329,7 +327,7 @@ class _FileCheck:
             return
         for name, value in flops.items():
             if name not in dtypes:
-                self.add((*place, name), f"expected one of {_listed(dtypes)}; found this dtype")
+                self.add((*place, name), f"expected one of {_listed(dtypes)}; found {name}")
             else:
                 self.add((*place, name), FLOPS.mistake_in_file(value))
         if "float32" not in flops:

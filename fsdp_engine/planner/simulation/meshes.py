@@ -101,8 +101,9 @@ def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
     names = tuple(name for name in root.mesh_dim_names or () if name not in used)
     if root.size() != dist.get_world_size() or len(names) not in (1, 2):
         raise ValueError(
-            "build: expected DTensors over a slice of a mesh of all "
-            f"{dist.get_world_size()} ranks, with one or two data-parallel dimensions besides "
-            f'(init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))["tp"]); found {root}'
+            "build: expected DTensors over a submesh of a mesh of all "
+            f"{dist.get_world_size()} ranks that has one or two other, data-parallel dimensions, "
+            'such as init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))["tp"]; found '
+            f"{root}"
         )
     return root[names]

@@ -195,7 +195,7 @@ def _grouped_product(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     counts += [] if offsets is None else [offsets.shape[0]]
     if len({*counts}) != 1:
         raise RuntimeError(
-            "_grouped_mm: expected matrices and offsets of as many groups; found "
+            "_grouped_mm: expected matrices and offsets of the same number of groups; found "
             f"{tuple(left.shape)} and {tuple(right.shape)} in {counts} groups"
         )
     # The rows, columns, or both, of all groups form one matrix.
@@ -899,7 +899,10 @@ def _composed(func: Any) -> Callable[..., Any] | None:
         composed: Callable[..., Any] | None
         composed = func.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
         if composed is None:
-            raise NotImplementedError(f"{func}: expected an operator that consists of operations")
+            raise NotImplementedError(
+                f"{func}: expected an operator with a kernel for CompositeExplicitAutograd; found "
+                "none"
+            )
         return composed
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     # Some composed operations, such as ``silu_backward``, are a kernel on the CPU and on devices.

@@ -205,7 +205,7 @@ def simulate_pipeline(
     if loss is not None:
         check_callable("loss", loss, "a function, or None")
     if options is None and "microbatches" not in given:
-        raise TypeError("microbatches: expected microbatches of a step; found none")
+        raise TypeError("microbatches: expected the number of microbatches per step; found none")
     asked = StepOptions.of(options, given)
     if pipeline < 2 or world_size % pipeline:
         raise ValueError(
@@ -309,7 +309,7 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
     """Replay the steps of all ranks side by side.
 
     Raises:
-        ValueError: A message has no counterpart, or ranks wait for each other in a circle.
+        ValueError: A message has no counterpart, or ranks wait for each other in a cycle.
     """
     check_messages([message for each in recorded for message in each.tape.messages])
     messages = StageMessages(cache(job.link))
@@ -321,7 +321,7 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
         if not ready:
             found = "; ".join(f"rank {n}: {each.label}" for n, each in waiting.items())
             raise ValueError(
-                "schedule: expected ranks that do not wait for each other's messages in a circle; "
+                "schedule: expected ranks that do not wait for each other's messages in a cycle; "
                 f"found {found}"
             )
         for rank in ready:
@@ -339,7 +339,7 @@ def _composed(job: PipelineJob, recorded: Sequence[Recorded]) -> PipelineSimulat
     if job.step.context_parallel > 1:
         title += f" in context-parallel groups of {job.step.context_parallel}"
     if job.step.tensor_parallel > 1:
-        title += f" of {job.step.tensor_parallel} tensor-parallel ranks each"
+        title += f", tensor parallelism over {job.step.tensor_parallel} ranks"
     return PipelineSimulation(
         title,
         job.step.machine,

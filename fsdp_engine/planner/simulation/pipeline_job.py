@@ -297,7 +297,8 @@ class PipelineJob:
             name == "target" and len(found) != 1
         ):
             expected = "a tensor" if name == "target" else "a tensor or a tuple of tensors"
-            raise TypeError(f"{name}: expected {expected}; found {given!r}")
+            kinds = ", ".join(type(each).__name__ for each in found)
+            raise TypeError(f"{name}: expected {expected}; found {kinds or 'an empty tuple'}")
         return found
 
     def of_step(self, name: str, fake: Any) -> tuple[Tensor, ...]:
@@ -306,7 +307,7 @@ class PipelineJob:
 
     def link(self, first: int, second: int) -> Link:
         """Returns the link between two ranks of the pipeline. This is the link between nodes if any
-        pair of the ranks of their stages is on different nodes."""
+        pair of corresponding ranks of their stages is on different nodes."""
         machine, size = self.step.machine, self.data_size * self.step.tensor_parallel
         nodes = [
             {(rank * size + each) // machine.ranks_per_node for rank in (first, second)}
@@ -505,7 +506,7 @@ def make_schedule(
         return schedule(stages[0] if is_single else list(stages), microbatches, loss_fn=loss)
     except (ValueError, AssertionError) as error:
         raise ValueError(
-            f"microbatches: expected a number that {schedule.__name__} takes with "
+            f"microbatches: expected a number that {schedule.__name__} accepts with "
             f"{stages[0].num_stages} stages on {pipeline} ranks; found {microbatches}: {error}"
         ) from error
 

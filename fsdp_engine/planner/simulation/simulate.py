@@ -330,8 +330,7 @@ class Simulation:
         exposed: Waits of compute for communication, for other stages of a pipeline, and for copies
             of offloaded state and activations.
         memory: Bytes by kind, at the peak.
-        sent_bytes: Bytes that a rank sends, by axis ("inner", "outer",
-            "context", "tensor").
+        sent_bytes: Bytes that a rank sends, by axis ("inner", "outer", "context", "tensor").
         budget: Number of elements in the engine's prefetch window.
         staging_budget: The engine's limit on gradients in flight.
         elsewhere: Bytes of offloaded state and activations by place ("host", "disk"). ``memory``
@@ -606,12 +605,10 @@ def simulate(
         seconds = clock.finish() - start
         checkpoint_bytes = checkpoint_bytes_of(model, trained)
     title = f"{engine.strategy} on {' x '.join(map(str, sizes))} ranks"
-    beside = []
     if context_parallel > 1:
-        beside.append(f" in context-parallel groups of {context_parallel}")
+        title += f" in context-parallel groups of {context_parallel}"
     if math.prod(sizes) < world_size:
-        beside.append(f" of {world_size // math.prod(sizes)} tensor-parallel ranks each")
-    title += ",".join(beside)
+        title += f", tensor parallelism over {world_size // math.prod(sizes)} ranks"
     found = simulation_of(title, clock, memory, [engine], start, seconds, checkpoint_bytes)
     return replace(
         found, further=part_between(clock, *marks[-3:-1]) if asked.microbatches > 2 else None
@@ -767,8 +764,8 @@ def parallelize_model(
         parallelize(model, tp_mesh)
     if not any(isinstance(param, DTensor) for param in model.parameters()):
         raise ValueError(
-            "parallelize: expected a function that makes parameters DTensors, in place, as "
-            "parallelize_module does; found none"
+            "parallelize: expected a function that replaces parameters by DTensors in place, as "
+            "parallelize_module does; found no DTensor"
         )
 
 
@@ -863,7 +860,7 @@ class _Step:
                 )
         if not found.requires_grad:
             raise ValueError(
-                "loss: expected one that requires grad; found one that does not depend on "
+                "loss: expected a loss that requires grad; found one that does not depend on "
                 f"trainable parameters of {type(self._engine.model).__name__} (detached, within "
                 "no_grad(), or all parameters frozen)"
             )
@@ -897,7 +894,9 @@ def _check_call(signature: inspect.Signature | None, inputs: Any, model: nn.Modu
     try:
         signature.bind(*(() if isinstance(inputs, dict) else given), **named)
     except TypeError as error:
-        found = ", ".join(map(str, named)) if named else f"{len(given)} positional ones"
+        found = f"{len(given)} positional argument{'s' * (len(given) != 1)}"
+        if isinstance(inputs, dict):
+            found = ", ".join(map(str, named)) or "no arguments"
         raise TypeError(
             f"batch: expected arguments of {type(model).__name__}.forward("
             f"{', '.join(signature.parameters)}); found {found}: {error}"

@@ -74,8 +74,8 @@ def check_messages(messages: Sequence[Message]) -> None:
         for send, receive in zip_longest(sends.get(pair, ()), receives.get(pair, ())):
             if _contents(send) != _contents(receive):
                 raise ValueError(
-                    f"schedule: expected pipeline rank {pair[0]} to send next what rank {pair[1]} "
-                    f"receives from it, {_contents(receive)}; found {_contents(send)}"
+                    f"schedule: expected pipeline rank {pair[0]} to send the message that rank "
+                    f"{pair[1]} receives next, {_contents(receive)}; found {_contents(send)}"
                 )
 
 

@@ -4,6 +4,7 @@ the bandwidth of host memory itself.
 Copies are made as in the engine (``hardware.py``, ``DiskBlock``), on all ranks at once: first each
 direction alone, then both directions. Let a >= b be the rates of the two directions alone. Copies
 of N bytes in both directions that begin together take
+
     T = N / (a f) + (N - N b / a) / b
 
 if both rates are multiplied by f while both run, and the slower copy continues alone. The figure

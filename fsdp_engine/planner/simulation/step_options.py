@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -56,6 +57,8 @@ class StepOptions(GivenOptions):
     Raises:
         TypeError, ValueError: An option is invalid.
     """
+
+    functions: ClassVar[str] = "simulate() or simulate_pipeline()"
 
     mesh: Sequence[int] | None = None
     context_parallel: int = 1
@@ -112,14 +115,14 @@ class StepOptions(GivenOptions):
                 offloaded tensors is unknown.
         """
         machine = self.machine
-        given = checked_arguments(self.shard, f"the function of {type(self).__name__}")
+        given = checked_arguments(self.shard, self.functions)
         extensions = given.get("extensions", ())
         for each in extensions:
             name = type(each).__name__
             if name == "GradientChecks":
                 raise ValueError(
-                    "extensions: expected no checks of gradients, since they have no values; found "
-                    f"{each!r}"
+                    "extensions: expected no checks of gradients, which have no values in a "
+                    f"simulation; found {each!r}"
                 )
             if name == "OffloadActivations" and machine.host_runs_ahead:
                 machine.link_to_state(allocator.HOST, world_size)

@@ -24,7 +24,7 @@ from fsdp_engine.planner.simulation.machine import Machine
 
 # The fraction of compared steps within the stated range.
 COVERED = 0.9
-# The planner is reported as too fast if the median of the ratios is at least this number.
+# Planned times are reported as too short if the median of the ratios is at least this number.
 _TOO_FAST = 1.1
 
 
@@ -49,8 +49,8 @@ class TimeAccuracy:
 
     @property
     def factor(self) -> float:
-        """The expected ratio of measured to planned step time: the median if plans are too fast,
-        otherwise 1."""
+        """The expected ratio of measured to planned step time: the median if planned times are too
+        short, otherwise 1."""
         return statistics.median(self.factors) if self.is_too_fast else 1.0
 
     @property
@@ -84,10 +84,10 @@ class TimeAccuracy:
                 f"of {len(self.factors)} compared steps: {took}."
             )
         return (
-            f"The planner is too fast on {self.where}: {took}, {self.factor:.2f} in the median. "
-            f"Times are not scaled: expect {terminal.format_seconds(self.factor * seconds)} "
-            f"+-{100 * self.spread:.0f} % instead of {terminal.format_seconds(seconds)}, and rates "
-            "lower by the same factor."
+            f"Planned times are too short on {self.where}: {took}, {self.factor:.2f} in the "
+            "median. Times are not scaled: expect "
+            f"{terminal.format_seconds(self.factor * seconds)} +-{100 * self.spread:.0f} % instead "
+            f"of {terminal.format_seconds(seconds)}, and rates lower by the same factor."
         )
 
 

@@ -165,7 +165,7 @@ def test_labels_positions_and_heads_are_sharded() -> None:
     both = fe.simulate(llama, 16, batch=batch, tensor_parallel=2, **options)
     assert both.sent_bytes["context"] == alone.sent_bytes["context"] / 2
     assert both.sent_bytes["tensor"] > 0
-    assert "8 ranks in context-parallel groups of 4, of 2 tensor-parallel ranks each" in both.title
+    assert "in context-parallel groups of 4, tensor parallelism over 2 ranks" in both.title
 
 
 LINEAR = {"build": lambda: nn.Linear(WIDTH, WIDTH), "loss": Tensor.sum}

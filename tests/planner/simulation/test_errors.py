@@ -118,8 +118,13 @@ CHECKED = fe.DistributedDataParallelConfig(check_for_nan_in_grad=True)
 
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (transformer, {"batch": {"words": torch.zeros(2, 3)}}, NO_WORDS),
-    (transformer, {"batch": (X, X, 3)}, "found 3 positional ones: too many positional arguments"),
-    (linear, {"batch": X, "loss": lambda out: out.detach().sum()}, "loss: expected one that requi"),
+    (transformer, {"batch": (X, X, 3)}, "found 3 positional arguments: too many positional"),
+    (transformer, {"batch": {}}, "found no arguments: missing a required argument"),
+    (
+        linear,
+        {"batch": X, "loss": lambda out: out.detach().sum()},
+        "loss: expected a loss that re",
+    ),
     (nn.Identity, {"batch": X}, "require grad; found none among 0 of Ident"),
     (lambda: linear().requires_grad_(False), {"batch": X}, "found none among 2 of Linear"),
     (lambda: 3, {"batch": X}, "build: expected a function that returns a torch.nn"),
@@ -130,7 +135,11 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (linear, {"batch": X, "compile": True}, r"compile: expected a model with blocks.*Linear"),
     (Model, {**CUT, "tensor_parallel": 3}, "expected a divisor of the 8 ranks"),
     (Model, CUT, "or `parallelize`; found Model"),
-    (Model, {**CUT, "parallelize": lambda *_: None}, "parallelize: expected a function that makes"),
+    (
+        Model,
+        {**CUT, "parallelize": lambda *_: None},
+        "parallelize: expected a function that re",
+    ),
     (Model, {**CUT, "parallelize": lambda *_: 1 / 0}, "parallelizing the model failed"),
     (llama, {**CUT, "tensor_parallel": 4}, "expected a divisor of the 2 num_key"),
 ]

@@ -142,7 +142,7 @@ def test_unknown_missing_and_repeated_fields_are_found(path: Path) -> None:
     assert missing.endswith("such as 3.35e12); found none")
     assert unknown.startswith(f"line {line['memory_bandwith']}, processor.memory_bandwith: expect")
     assert unknown.endswith("Is it memory_bandwidth?")
-    assert again == f"line {line['ranks_per_node']}, name: expected once; found it again"
+    assert again == f"line {line['ranks_per_node']}, name: expected once; found twice"
 
 
 def test_rates_of_products_and_parts_are_checked(path: Path) -> None:

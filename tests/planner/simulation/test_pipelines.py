@@ -324,8 +324,8 @@ def test_a_causal_lm_without_stages_is_an_error() -> None:
     for build, num_stages, text in (
         (lambda: Linears(1), 2, "expected a causal language model of .*; found Linears"),
         (lambda: causal_lm(kind="Gemma"), 2, "expected a causal language model .*; found gemma"),
-        (lambda: causal_lm(tie_word_embeddings=True), 2, "expected a head of its own"),
-        (causal_lm, 4, "expected at most 3, the layers of LlamaForCausalLM; found 4"),
+        (lambda: causal_lm(tie_word_embeddings=True), 2, "expected a model whose head is not tied"),
+        (causal_lm, 4, "expected at most 3, the number of layers of LlamaForCausalLM; found 4"),
     ):
         with pytest.raises(ValueError, match=f"stages: {text}"):
             fe.CausalLMStages(build)(0, num_stages)
@@ -341,7 +341,7 @@ def test_a_llama_is_simulated_in_stages_of_tensor_parallel_ranks() -> None:
     two = simulate(world_size=32, tensor_parallel=2, min_unit_size=0)
     assert one.num_targets == 8 * 2 * TOKENS.numel()
     assert "2 pipeline x 2 x 4 data-parallel ranks" in one.title
-    assert "2 pipeline x 8 data-parallel ranks of 2 tensor-parallel ranks each" in two.title
+    assert "2 pipeline x 8 data-parallel ranks, tensor parallelism over 2 ranks" in two.title
     assert {span.module.split(".")[0] for span in one.ranks[1].spans} >= {"stage 1"}
     assert len(stage_messages(one, 1)) == 4
     assert stage_messages(one, 1) == pytest.approx(stage_messages(two, 1))
@@ -486,9 +486,9 @@ def test_messages_without_another_side_are_errors(sent: list[int | None], expect
 
     with pytest.raises(
         ValueError,
-        match="expected pipeline rank 1 to send next what rank 0 receives from it, gradients of "
-        f"stage 0, microbatch {expected} of 8192 bytes; found gradients of stage 0, microbatch 0 "
-        "of 8192",
+        match="expected pipeline rank 1 to send the message that rank 0 receives next, gradients "
+        f"of stage 0, microbatch {expected} of 8192 bytes; found gradients of stage 0, microbatch "
+        "0 of 8192",
     ):
         simulated(Schedule)
 

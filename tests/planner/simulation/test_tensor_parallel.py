@@ -81,7 +81,7 @@ def test_a_mesh_of_the_users_model_gives_the_same() -> None:
             (on_meta(partial(build, "cpu")), {}),
         )
     )
-    assert "2 ranks of 2 tensor-parallel ranks each" in expected.title
+    assert "2 ranks, tensor parallelism over 2 ranks" in expected.title
     for found in others:
         assert found.title == expected.title
         assert found.seconds == pytest.approx(expected.seconds, rel=1e-9)

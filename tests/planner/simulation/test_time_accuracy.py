@@ -45,7 +45,7 @@ def test_texts_state_the_spread_and_the_bias() -> None:
     assert "on X are accurate to +-10 % for 3 of 3 compared steps" in exact.sentence(0.402)
     assert slow.mark == "(x 1.42, +-12 %)"
     text = slow.sentence(0.402)
-    assert "too fast on Y: 3 jobs took 1.25 to 1.47 times the planned time, 1.42 in the" in text
+    assert "too short on Y: 3 jobs took 1.25 to 1.47 times the planned time, 1.42 in the" in text
     assert "expect 570.8 ms +-12 % instead of 402.0 ms" in text
     assert accuracy_of("B200").mark == "(accuracy unknown)"
     assert "on B200 is unknown" in accuracy_of("B200").sentence(1.0)
