@@ -288,8 +288,8 @@ def make_engine(
         )
         if (name := engine_within(model) or owned_within(model)) is not None:
             raise ValueError(
-                "model: expected one that was not sharded before; found "
-                f"that another engine has sharded {name}"
+                "model: expected modules that no engine has sharded; found "
+                f"{name}, which another engine has sharded"
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
@@ -405,8 +405,8 @@ def _rows_of(sizes: object, num_ranks: int) -> int:
     is_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes)
     if not is_sizes:
         raise TypeError(
-            "mesh: expected a DeviceMesh, sizes such as (2, 8), or None; "
-            f"found {type(sizes).__name__}"
+            "mesh: expected a DeviceMesh, sizes such as (2, 8) (a tuple or list of integers), or "
+            f"None; found {sizes!r}"
         )
     assert isinstance(sizes, list | tuple)
     if len(sizes) not in (1, 2) or math.prod(sizes) != num_ranks or min(sizes) < 1:

@@ -51,7 +51,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
         for value in ("zero3", "", 3)
     ),
     *(
-        ({"mesh": mesh}, TypeError, ("mesh: expected a DeviceMesh, sizes such as",))
+        ({"mesh": mesh}, TypeError, ("mesh: expected a DeviceMesh, sizes such as", repr(mesh)))
         for mesh in ("cuda", "2x2", 4.0)
     ),
     *(
