@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.comm.groups import Ranks
@@ -40,7 +41,14 @@ from fsdp_engine.units.build import (
     owned_within,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
+from fsdp_engine.units.plan import (
+    AxisPlan,
+    AxisPlans,
+    Plan,
+    PlanSettings,
+    label_of,
+    make_plan,
+)
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -385,6 +393,13 @@ def check_types(model: object, policy: object, options: object = None) -> None:
             "model: expected the module itself; found it within DistributedDataParallel, which "
             "shard() replaces. Pass model.module"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                "model: expected modules with full parameters; found "
+                f"{label_of(name)}, whose parameters FullyShardedDataParallel has sharded. Pass "
+                "the model before it is wrapped, since shard() replaces this wrapper"
+            )
     check_policy_and_options(policy, options)
 
 
