@@ -199,7 +199,7 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _where(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``where``. With a condition alone it returns indices, which the full tensor has."""
+    """Run ``where``. With a condition alone, gather it and return the indices, as ``nonzero``."""
     if len(args) + len(kwargs) == 1:
         return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
     return elementwise(cls, func, args, kwargs)
