@@ -94,7 +94,8 @@ def current_arguments(
     if (plan := deprecated.get("plan")) is not None:
         if given.get("strategy") != "auto":
             raise ValueError(
-                f'strategy: expected "auto" with a plan; found {given.get("strategy")!r}'
+                f'strategy: expected "auto" with a plan; found {given.get("strategy")!r}. Pass '
+                "the plan as strategy instead of plan"
             )
         found["strategy"] = plan
     return found

@@ -187,7 +187,7 @@ class Engine:
     @contextmanager
     def standing_in(self, weights: str) -> Iterator[None]:
         """Returns a context within which :meth:`check_trained_weights` raises, because the model
-        holds other weights than the trained ones. For extensions, which exchange the weights.
+        holds other weights than the trained ones. For extensions that swap the weights.
 
         Args:
             weights: A description of these weights, for messages.

@@ -62,8 +62,8 @@ class Options:
         bucket_size: Parameters outside of units are grouped into buckets, in reverse registration
             order. A bucket ends with the parameter that brings it to this number of elements. None:
             40,000,000, or 1,000,000 per data-parallel rank if that is more.
-        num_buckets: Number of buckets, as even as the parameters allow. An alternative to
-            ``bucket_size``.
+        num_buckets: Number of buckets, whose sizes are as equal as the parameters allow. An
+            alternative to ``bucket_size``.
         min_unit_size: If ``shard`` chooses the units (``units=None``), units of fewer elements are
             joined with their neighbours. 0: no unit is joined. None: 1,000,000, because
             smaller units cost more time than they save.

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.comm.groups import Ranks
@@ -40,7 +41,14 @@ from fsdp_engine.units.build import (
     owned_within,
 )
 from fsdp_engine.units.dtensors import choose_written, mark_experts, ranks_of_model
-from fsdp_engine.units.plan import AxisPlan, AxisPlans, Plan, PlanSettings, make_plan
+from fsdp_engine.units.plan import (
+    AxisPlan,
+    AxisPlans,
+    Plan,
+    PlanSettings,
+    label_of,
+    make_plan,
+)
 
 WHAT = "shard()"
 AUTO = "auto"
@@ -288,8 +296,8 @@ def make_engine(
         )
         if (name := engine_within(model) or owned_within(model)) is not None:
             raise ValueError(
-                "model: expected one that was not sharded before; found "
-                f"that another engine has sharded {name}"
+                "model: expected modules that no engine has sharded; found "
+                f"{name}, which another engine has sharded"
             )
         if data.size > 1:
             _refuse_renormalized_rows(model)
@@ -385,6 +393,13 @@ def check_types(model: object, policy: object, options: object = None) -> None:
             "model: expected the module itself; found it within DistributedDataParallel, which "
             "shard() replaces. Pass model.module"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            raise TypeError(
+                "model: expected modules with full parameters; found "
+                f"{label_of(name)}, whose parameters FullyShardedDataParallel has sharded. Pass "
+                "the model before it is wrapped, since shard() replaces this wrapper"
+            )
     check_policy_and_options(policy, options)
 
 
@@ -405,8 +420,8 @@ def _rows_of(sizes: object, num_ranks: int) -> int:
     is_sizes = isinstance(sizes, list | tuple) and all(isinstance(size, int) for size in sizes)
     if not is_sizes:
         raise TypeError(
-            "mesh: expected a DeviceMesh, sizes such as (2, 8), or None; "
-            f"found {type(sizes).__name__}"
+            "mesh: expected a DeviceMesh, sizes such as (2, 8) (a tuple or list of integers), or "
+            f"None; found {sizes!r}"
         )
     assert isinstance(sizes, list | tuple)
     if len(sizes) not in (1, 2) or math.prod(sizes) != num_ranks or min(sizes) < 1:

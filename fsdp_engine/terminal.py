@@ -161,8 +161,8 @@ def not_shown(found: Fitted, width: int | None) -> str:
     if not found.left_out:
         return ""
     return (
-        f" Not shown in {width} columns: {', '.join(found.left_out)}. A wider terminal, "
-        "and a file, has all columns."
+        f" Not shown in {width} columns: {', '.join(found.left_out)}. A wider terminal "
+        "or a file shows all columns."
     )
 
 

@@ -75,7 +75,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     requires_grad = options.pop("requires_grad", False)
     result = func(*locals_[: len(args)], **options)
     # In-place functions and no-ops return one of their arguments, whose FlatDTensor is the result.
-    if "out" in kwargs:
+    if kwargs.get("out") is not None:
         return kwargs["out"]
     operand = flat_of.get(id(result))
     if operand is not None:
@@ -155,7 +155,7 @@ def _needs_gather(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
             plain.append(value)
     if is_inplace(func) and plain and plain[0] is args[0] and not isinstance(args[0], DTensor):
         return True
-    if not (wants or plain) or is_inplace(func) or "out" in kwargs:
+    if not (wants or plain) or is_inplace(func) or kwargs.get("out") is not None:
         return False
     return wants or any(
         tensor.numel() != 1 or tensor.ndim > num_dims or (follows and tensor.requires_grad)

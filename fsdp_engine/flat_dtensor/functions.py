@@ -198,6 +198,13 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             tensor.zeroed = True
 
 
+def _where(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``where``. With a condition alone, gather it and return the indices, as ``nonzero``."""
+    if len(args) + len(kwargs) == 1:
+        return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
+    return elementwise(cls, func, args, kwargs)
+
+
 def _gradient(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run ``Tensor.grad.__get__`` by the property of FlatDTensor."""
     return args[0].grad
@@ -230,6 +237,7 @@ _SPECIAL: dict[str, Handler] = {
     "zero_": _zero_,
     "_foreach_zero_": _foreach_zero_,
     "__setitem__": set_masked,
+    "where": _where,
 }
 # Names of functions by the module that implements them. It is imported at the first call.
 _LOADED_LATER = {

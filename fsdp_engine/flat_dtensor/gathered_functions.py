@@ -215,7 +215,7 @@ class GatheredView(Tensor):
                 view
                 for view, version in zip(views, versions, strict=True)
                 if version != _version_of(view)
-                or (version is None and (is_inplace(func) or "out" in kwargs))
+                or (version is None and (is_inplace(func) or kwargs.get("out") is not None))
             ]
             for copy in copies:
                 own = [view for view in changed if view._copy is copy]

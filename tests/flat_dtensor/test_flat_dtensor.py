@@ -241,6 +241,7 @@ OPERATIONS: list[Callable[[Any, Any], Any]] = [
     lambda a, b: torch._foreach_sqrt((a, b))[0],
     lambda a, b: torch.mul(a, b, out=torch.empty_like(a)),
     lambda a, b: a.is_floating_point() * a + a.dim() * b + len(a),
+    lambda a, b: torch.mul(a, b, out=None) + torch.where(a > b, a, b, out=None),
 ]
 
 

@@ -65,6 +65,15 @@ def test_functions_along_dims_answer_as_plain_torch() -> None:
         torch.testing.assert_close(param.grad.full_tensor(), plain.grad)
 
 
+@on_ranks(2)
+def test_where_of_a_condition_alone_returns_indices_of_the_full_tensor() -> None:
+    _, whole, param = _model()
+    for found in (torch.where(param > 0), torch.where(condition=param > 0)):
+        expected = torch.where(whole > 0)
+        assert len(found) == len(expected) == 2
+        assert all(map(torch.equal, found, expected))
+
+
 # Of a plain tensor, or of a sharded one.
 _CHANGES: list[Callable[[Any], Any]] = [
     lambda p: p[0].zero_(),

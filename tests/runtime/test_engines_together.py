@@ -190,5 +190,5 @@ def test_models_share_a_module_without_parameters() -> None:
         assert torch.equal(one(x), plain(x))
         with engine.unsharded(shared, one[2]), pytest.raises(ValueError, match="not part of it"):
             other_engine.unsharded(one[2]).__enter__()
-        with pytest.raises(ValueError, match="found that another engine has sharded 0"):
+        with pytest.raises(ValueError, match="found 0, which another engine has sharded"):
             fe.shard(nn.Sequential(one[2], nn.Linear(4, 4)))

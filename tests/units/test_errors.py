@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import Replicate, Shard
 
 import fsdp_engine as fe
@@ -51,7 +52,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
         for value in ("zero3", "", 3)
     ),
     *(
-        ({"mesh": mesh}, TypeError, ("mesh: expected a DeviceMesh, sizes such as",))
+        ({"mesh": mesh}, TypeError, ("mesh: expected a DeviceMesh, sizes such as", repr(mesh)))
         for mesh in ("cuda", "2x2", 4.0)
     ),
     *(
@@ -95,6 +96,10 @@ def test_models_that_cannot_be_sharded_are_refused() -> None:
         model = Rootless()
     with refused(model, "bias", "reset_parameters", "meta"):
         fe.shard(model)
+    # Each rank has another part of the parameters, which "rank0" would overwrite.
+    wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    with refused(wrapped, "found 0, whose parameters FullyShardedDataParallel", kind=TypeError):
+        fe.shard(nn.Sequential(wrapped), initial_values="rank0")
 
 
 @on_ranks(4)

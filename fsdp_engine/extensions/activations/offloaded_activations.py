@@ -93,6 +93,7 @@ class OffloadActivations(EngineExtension):
             takes as long (19 us at 55 GB/s) as the host takes to submit the copy.
 
     Raises:
+        TypeError: A value is not a number.
         ValueError: A number is negative.
     """
 
@@ -101,7 +102,12 @@ class OffloadActivations(EngineExtension):
 
     def __post_init__(self) -> None:
         for name in ("in_flight", "min_bytes"):
-            if (value := getattr(self, name)) is not None and value < 0:
+            value = getattr(self, name)
+            if value is None and name == "in_flight":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"{name}: expected a number of bytes; found {value!r}")
+            if not value >= 0:
                 raise ValueError(f"{name}: expected a number of bytes; found {value}")
 
     def check(self, setup: EngineSetup) -> None:
