@@ -318,7 +318,7 @@ class Engine:
 
         Args:
             max_norm: The largest norm that is not scaled. inf: the norm is only computed.
-            norm_type: The p of the p-norm, or inf.
+            norm_type: The p of the p-norm; inf or "inf" for the largest magnitude.
             error_if_nonfinite: Raise an error if the norm is NaN or infinite. This needs a host
                 sync.
 
@@ -346,7 +346,7 @@ class Engine:
             # Ranks hold different experts, or shards of DTensors over other mesh dimensions. The
             # norm is over all of their elements, and counts each element once.
             group, copies = self.ranks.control_group, [count for _, count in present]
-        norm = self.total_norm(shards, norm_type, group, self.mesh.device, copies)
+        norm = self.total_norm(shards, float(norm_type), group, self.mesh.device, copies)
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"clip_grad_norm_: expected a finite gradient norm; found {norm}")
         clip_(shards, norm, max_norm)

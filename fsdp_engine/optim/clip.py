@@ -69,6 +69,6 @@ def clip_(shards: Sequence[Tensor], norm: Tensor, max_norm: float) -> None:
 
     The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
     """
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
     for shard in shards:
         shard.mul_(factor.to(real_dtype(shard.dtype)))

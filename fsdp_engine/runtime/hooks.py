@@ -308,7 +308,7 @@ class ModuleHooks:
             if self.model is not None and self._scheduler.is_at_rest:
                 self.model.begins()
             if _inside_transform() is not None:
-                _refuse_transform(self.units[0])
+                _refuse_transform(self.units)
         entered = _Entered(repeats=repeats, wants_calls=torch.is_grad_enabled())
         self._entered.append(entered)
         for unit in self.units:
@@ -571,17 +571,28 @@ def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor) -> No
     scheduler.input_came(call)
 
 
-def _refuse_transform(unit: Unit) -> None:
-    """Raise RuntimeError within ``torch.func.grad``, ``vjp`` and ``jvp``, whose tensors have no
-    memory that collectives could send."""
-    differentiates = {_TransformType.Grad, _TransformType.Jvp}
-    if any(each.key() in differentiates for each in _functorch.get_interpreter_stack() or ()):
+def _refuse_transform(units: Sequence[Unit]) -> None:
+    """Raise RuntimeError within transforms of ``torch.func`` that sharded models do not support.
+
+    The tensors of ``grad``, ``vjp`` and ``jvp`` have no memory that collectives could send. Hooks
+    on the tensors of ``vmap`` do not fire in backward, so no hook would gather sharded parameters.
+    """
+    found = {each.key() for each in _functorch.get_interpreter_stack() or ()}
+    if found & {_TransformType.Grad, _TransformType.Jvp}:
         raise RuntimeError(
-            f"forward of {unit.label} within a transform such as torch.func.grad, vjp or jvp: "
+            f"forward of {units[0].label} within a transform such as torch.func.grad, vjp or jvp: "
             "expected loss.backward() or torch.autograd.grad, which sharded models support; found "
             "the transform. Or transform a model that is not sharded (engine.full_state_dict has "
             "the weights)"
         )
+    if _TransformType.Vmap in found and torch.is_grad_enabled():
+        for unit in units:
+            if unit.reshards:
+                raise RuntimeError(
+                    f"forward of {unit.label} within torch.vmap: expected torch.no_grad(), or a "
+                    'strategy of at most "optim_grads"; found gradients enabled and parameters '
+                    "that are sharded between forward and backward"
+                )
 
 
 def _refuse_autograd(unit: Unit) -> None:

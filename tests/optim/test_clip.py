@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,8 @@ def test_norms_of_sharded_tensors_are_as_accurate() -> None:
                 assert param.grad is not None
                 param.grad.copy_(param.detach())
         all_values = torch.cat([weight.flatten(), bias])
+        largest: Any = engine.clip_grad_norm_("1e9", "inf")  # type: ignore[arg-type]
+        assert largest == all_values.abs().max()  # torch takes strings, too
         norms = [(engine.clip_grad_norm_(1e9), all_values, 2)]
         if level != "no_shard":  # there torch sums plain tensors
             norms += [

@@ -257,9 +257,23 @@ catalogue.table(
     },
     make=Pure,
 )
+
+
+def _vmapped(s: Scene) -> Any:
+    with torch.no_grad():
+        return s.rows(func.vmap(s.model)(s.x))
+
+
+@tries("func.vmap, backward", make=Pure)
+def _vmapped_backward(s: Scene) -> Any:
+    y = func.vmap(s.model)(s.x)
+    y.square().mean().backward()
+    return s.rows(y)
+
+
 catalogue.table(
     {
-        "func.vmap": lambda s: s.rows(func.vmap(s.model)(s.x)),
+        "func.vmap": _vmapped,
         "func.grad of an input": (
             lambda s: s.per_row(func.grad(lambda x: s.model(x).square().mean())(s.x))
         ),
