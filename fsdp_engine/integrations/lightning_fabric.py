@@ -113,7 +113,10 @@ class FSDPEngineFabricStrategy(DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """Not supported: reading or setting it raises TypeError."""
-        raise TypeError("checkpoint_io: expected no use of it; found one")
+        raise TypeError(
+            "checkpoint_io: expected none, since all ranks write checkpoints in the format of "
+            "fsdp_engine; found a use of it"
+        )
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
@@ -214,7 +217,9 @@ class FSDPEngineFabricStrategy(DDPStrategy):
         parts = _Parts(state)
         filters = dict(filter or {})
         if refused := sorted(filters.keys() & parts.optimizers.keys()):
-            raise ValueError(f"filter: expected names of modules and dicts; found {refused}")
+            raise ValueError(
+                f"filter: expected names of modules and dicts; found {refused}, of optimizers"
+            )
         extra = {name: _state_of(value) for name, value in parts.others.items()}
         # Filters may communicate, so all ranks call them in the same order.
         for name in sorted(filters.keys() & extra.keys()):

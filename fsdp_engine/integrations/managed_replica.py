@@ -249,7 +249,7 @@ class ManagedReplica:
             wanted = ours.get(differing[0]) if differing else sorted(self._extra)
             raise ValueError(
                 f"state of a living replica: expected {wanted}, as this replica has; found "
-                f"{found}. All replicas need one model, sharding, number of ranks, optimizer, "
+                f"{found}. All replicas need the same model, sharding, number of ranks, optimizer, "
                 "extras and arguments"
             )
         self._load_weights(state["weights"])

@@ -360,7 +360,7 @@ def test_unsupported_methods_raise_and_name_an_alternative() -> None:
         fsdp2.register_fsdp_forward_method(model, "none")
     stranger = parallelize(fsdp2, seeded())
     model.layers["0"].set_modules_to_forward_prefetch([stranger.layers["1"]])
-    with pytest.raises(ValueError, match="within the root module; found another"):
+    with pytest.raises(ValueError, match="within the root module; found one outside of it"):
         loss_of(model, TOKENS, TARGETS)
     model.layers["0"].set_modules_to_forward_prefetch([model.layers["1"]])
     loss_of(model, TOKENS, TARGETS).backward()

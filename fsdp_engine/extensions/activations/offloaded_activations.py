@@ -102,7 +102,7 @@ class OffloadActivations(EngineExtension):
     def __post_init__(self) -> None:
         for name in ("in_flight", "min_bytes"):
             if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name}: expected a number of bytes; found {value}")
+                raise ValueError(f"{name}: expected 0 bytes or more; found {value}")
 
     def check(self, setup: EngineSetup) -> None:
         """See the base class.

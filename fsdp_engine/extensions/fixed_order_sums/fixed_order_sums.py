@@ -219,4 +219,4 @@ def _sums_of(engine: Engine) -> StepSums:
     for each in engine.reductions.observers:
         if isinstance(each, StepSums):
             return each
-    raise ValueError("engine: expected one with FixedOrderSums in its extensions; found another")
+    raise ValueError("engine: expected one with FixedOrderSums in its extensions; found none there")

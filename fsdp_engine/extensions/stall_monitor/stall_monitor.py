@@ -452,8 +452,8 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
         if _has_ended(state):
             return f"rank {rank} has ended ({process} is gone)"
         return (
-            f"rank {rank} does not answer ({process}): it has ended, is stopped, out of reach, or "
-            "trains on"
+            f"rank {rank} does not answer ({process}): it has ended, is stopped, cannot be "
+            "reached, or is still training"
         )
     if what in (state["waits"], state["failed"]):
         return None

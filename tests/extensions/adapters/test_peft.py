@@ -213,6 +213,22 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.parametrize("method", [peft.LoHaConfig, peft.LoKrConfig])
+@on_ranks(1)
+def test_an_adapter_of_another_scale_is_refused(method: Any) -> None:
+    folder = shared_folder()
+
+    def make(alpha: int) -> peft.PeftModel:
+        config = method(r=4, alpha=alpha, target_modules=["q_proj"])
+        model: Any = peft.get_peft_model(llama(), config)
+        return model
+
+    make(16).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"expected alpha of the model's adapter.*, 8; found 16"):
+        fe.load_pretrained(fe.shard(make(8)), folder)
+    fe.load_pretrained(fe.shard(make(16)), folder)
+
+
 def classifier(*, meta: bool) -> peft.PeftModel:
     """Over a base model that has another head."""
     torch.manual_seed(7)
