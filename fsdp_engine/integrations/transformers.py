@@ -469,7 +469,8 @@ def _check(args: TrainingArguments) -> None:
         "fp16": "its losses need scaling, which bf16=True does not",
         "auto_find_batch_size": "a rank that runs out of memory would restart without the others",
         "save_on_each_node": "all ranks write one folder together",
-        "parallelism_config": "torch applies tensor parallelism; shard gets the data mesh",
+        "parallelism_config": "torch applies tensor parallelism, and the mesh in shard is the "
+        "data-parallel one",
     }
     for name, reason in ours.items():
         if value := getattr(args, name, None):
