@@ -134,13 +134,13 @@ class FSDPModule(fsdp.FSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Set the modules to prefetch when this module's forward begins, instead of the next ones
-        in the recorded order."""
+        in the recorded order. An empty list restores the recorded order."""
         group = _group_of(self)
         group.unit.options.prefetch_in_forward = _prefetched(group, "forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Set the modules to prefetch when this module's backward begins, instead of the next ones
-        in the recorded order."""
+        in the recorded order. An empty list restores the recorded order."""
         group = _group_of(self)
         group.unit.options.prefetch_in_backward = _prefetched(group, "backward", modules)
 
@@ -377,14 +377,14 @@ def _all_groups(what: str, modules: Sequence[Any]) -> list[ParamGroup]:
     return [_group_of(each) for each in modules]
 
 
-def _prefetched(group: ParamGroup, what: str, modules: Sequence[Any]) -> list[ParamGroup]:
+def _prefetched(group: ParamGroup, what: str, modules: Sequence[Any]) -> list[ParamGroup] | None:
     prefetched = _all_groups(what, modules)
     if group.engine is not None and any(each.engine is not group.engine for each in prefetched):
         raise ValueError(
             f"modules: expected modules of the same model as {group.unit.label}; found some of "
             "another model"
         )
-    return prefetched
+    return prefetched or None
 
 
 def _check_bool(name: str, value: object) -> None:
