@@ -391,7 +391,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             )
         if engine_within(module) is not None and not groups_within(module):
             raise ValueError(
-                f"module: expected one that shard() has not sharded; found a sharded {name}"
+                f"module: expected one that was not passed to shard(); found a sharded {name}"
             )
         ran = next((group for group in groups_within(module) if group.engine is not None), None)
         if ran is not None:

@@ -52,7 +52,7 @@ class ManagedReplica:
         patience: Seconds after which a quorum, or a vote on a step, fails.
 
     Raises:
-        ValueError: A count is below 1, or there is no lighthouse.
+        ValueError: A count is not an integer of at least 1, or there is no lighthouse.
         RuntimeError, TimeoutError: The lighthouse does not answer. All ranks of the replica raise.
     """
 
@@ -70,8 +70,8 @@ class ManagedReplica:
         patience: float,
     ) -> None:
         for what, number in {**counts, "min_replicas": min_replicas}.items():
-            if number < 1:
-                raise ValueError(f"{what}: expected at least 1; found {number}")
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{what}: expected an integer of at least 1; found {number!r}")
         lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
         if not lighthouse:
             raise ValueError(

@@ -301,7 +301,7 @@ def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
     ):
         join(mesh=of_all)
     for number, expected in (
-        (0, "num_microbatches: expected at least 1; found 0"),
+        (0, "num_microbatches: expected an integer of at least 1; found 0"),
         (1, "lighthouse: expected an address"),
     ):
         with pytest.raises(ValueError, match=expected):

@@ -61,6 +61,7 @@ from fsdp_engine.extensions.activations.host_pool import HostPool
 from fsdp_engine.memory import allocator
 from fsdp_engine.memory.allocator import HOST
 from fsdp_engine.memory.host_memory import HostBlock
+from fsdp_engine.options import check_count
 from fsdp_engine.runtime.inputs import version_of
 from fsdp_engine.runtime.not_compiled import compiled_within, not_compiled
 from fsdp_engine.runtime.passes import in_backward
@@ -93,7 +94,7 @@ class OffloadActivations(EngineExtension):
             takes as long (19 us at 55 GB/s) as the host takes to submit the copy.
 
     Raises:
-        ValueError: A number is negative.
+        TypeError, ValueError: A number is not an integer, or is negative.
     """
 
     in_flight: int | None = None
@@ -101,8 +102,9 @@ class OffloadActivations(EngineExtension):
 
     def __post_init__(self) -> None:
         for name in ("in_flight", "min_bytes"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name}: expected 0 bytes or more; found {value}")
+            value = getattr(self, name)
+            if value is not None or name == "min_bytes":
+                check_count(name, value, 0)
 
     def check(self, setup: EngineSetup) -> None:
         """See the base class.

@@ -428,5 +428,7 @@ def test_bad_arguments_raise_on_all_ranks() -> None:
     given = "host" if torch.distributed.get_rank() else False
     with pytest.raises((ValueError, RuntimeError), match="checkpointing: expected True, False"):
         fe.shard(Transformer(2), checkpointing=given)
-    with pytest.raises(ValueError, match="in_flight: expected 0 bytes or more; found -1"):
+    with pytest.raises(ValueError, match="in_flight: expected 0 or more; found -1"):
         fe.OffloadActivations(in_flight=-1)
+    with pytest.raises(TypeError, match=r"min_bytes: expected an integer of 0 or more; found 0\.5"):
+        fe.OffloadActivations(min_bytes=0.5)  # type: ignore[arg-type]
