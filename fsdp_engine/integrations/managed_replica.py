@@ -153,7 +153,7 @@ class ManagedReplica:
         self._between_replicas.shutdown()
 
     def _begin_step(self) -> None:
-        """Agree with the other replicas on those that take part in the step. A replica that has
+        """Agree with the other replicas on which of them take part in the step. A replica that has
         just started receives its state first."""
         manager = self._manager
         self._was_loaded = False

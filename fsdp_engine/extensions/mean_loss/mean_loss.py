@@ -219,8 +219,8 @@ class MeanLosses(GradientObserver):
             raise RuntimeError(
                 "backward: expected a result of mean_loss(), as before in this step, since "
                 "gradients of the step are divided by its number of samples; found another loss. "
-                "Add it to loss_sum, multiplied by count, or call mean_loss(loss, 1) for it alone "
-                "in a step of its own"
+                "Add it to loss_sum, multiplied by count, or use mean_loss(loss, 1) in a separate "
+                "step"
             )
 
     def check_last(self, units: Sequence[Unit]) -> None:

@@ -306,5 +306,5 @@ def _refuse_pickle(protocol: Any) -> Any:
     raise RuntimeError(
         "copy, pickle: expected a model that is not sharded; found a sharded one. "
         "Save engine.full_state_dict(), or a checkpoint (fe.save_checkpoint), and load it into "
-        "a model that is built anew"
+        "a new model"
     )
