@@ -274,8 +274,9 @@ class DistributedDataParallelConfig:
             )
         if not self.use_megatron_fsdp and inner.value:
             raise ValueError(
-                f"data_parallel_sharding_strategy={inner.name!r}: expected use_megatron_fsdp=True "
-                "as well; found False, with which use_distributed_optimizer selects the level"
+                "data_parallel_sharding_strategy: expected use_megatron_fsdp=True with "
+                f"{inner.name!r}; found False, with which use_distributed_optimizer selects the "
+                "level"
             )
         instances = self.num_distributed_optimizer_instances
         if instances > 1 and not Strategy.from_names(*self.level_names).depth(Role.OPTIM):

@@ -309,7 +309,7 @@ def test_experts_are_compared_among_the_ranks_that_share_them() -> None:
         for parameter in model[2].parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
         if case == "differs":
-            with pytest.raises(ValueError, match=r"2.bias: .* rank 3 than on rank 2"):
+            with pytest.raises(ValueError, match=r"2.bias: .* ranks 2 and 3"):
                 fe.shard(model, expert_mesh=grid["data"])
             continue
         fe.shard(model, expert_mesh=grid["data"])

@@ -274,9 +274,9 @@ def test_replicas_that_start_with_other_weights_are_an_error_on_all_ranks() -> N
 
     with torch.no_grad():
         scale(2)
-        with pytest.raises(ValueError, match=r"same outer weights.*replica 1.*blocks\."):
+        with pytest.raises(ValueError, match=r"same outer weights.*replicas 0 and 1.*blocks\."):
             run.outer.synchronize(run.engine)
-    with pytest.raises(ValueError, match=r"same outer weights.*replica 1.*blocks\."):
+    with pytest.raises(ValueError, match=r"same outer weights.*replicas 0 and 1.*blocks\."):
         run.train(1)
     run.engine.reset()
     with torch.no_grad():
