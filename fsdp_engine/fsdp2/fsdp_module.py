@@ -108,7 +108,7 @@ class FSDPModule(fsdp.FSDPModule):
             group.unit.options.syncs = group.requires_gradient_sync and bool(requires_all_reduce)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Has no effect: every backward finishes the reductions that it issued."""
+        """Do nothing: every backward finishes the reductions that it issued."""
         _unit_of(self)
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -134,13 +134,13 @@ class FSDPModule(fsdp.FSDPModule):
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Set the modules to prefetch when this module's forward begins, instead of the next ones
-        in the recorded order."""
+        in the recorded order. An empty list restores the recorded order."""
         group = _group_of(self)
         group.unit.options.prefetch_in_forward = _prefetched(group, "forward", modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[fsdp.FSDPModule]) -> None:
         """Set the modules to prefetch when this module's backward begins, instead of the next ones
-        in the recorded order."""
+        in the recorded order. An empty list restores the recorded order."""
         group = _group_of(self)
         group.unit.options.prefetch_in_backward = _prefetched(group, "backward", modules)
 
@@ -161,19 +161,19 @@ class FSDPModule(fsdp.FSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Has no effect: the engine's collectives always sum."""
+        """Do nothing: the engine's collectives always sum."""
         _check_bool("enable", enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Has no effect: ranks may always use different parameters."""
+        """Do nothing: ranks may always use different parameters."""
         _check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Has no effect: reductions always have a separate process group.
+        """Do nothing: reductions always have a separate process group.
 
         Raises:
             NotImplementedError: ``enable`` is False.
@@ -188,7 +188,7 @@ class FSDPModule(fsdp.FSDPModule):
         compute_waits_for(event)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Has no effect: memory is never allocated from the process group.
+        """Do nothing: memory is never allocated from the process group.
 
         Raises:
             NotImplementedError: ``enable`` is True.
@@ -197,31 +197,31 @@ class FSDPModule(fsdp.FSDPModule):
             _refuse("set_allocate_memory_from_process_group_for_comm(True)", _USE_NCCL_UB)
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Raises NotImplementedError: use ``fe.Arenas`` for registered memory."""
+        """Raise NotImplementedError: ``fe.Arenas`` provides registered memory."""
         _refuse("set_symm_mem_for_comm()", _USE_NCCL_UB)
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Raises NotImplementedError: the limit on staging buffers is in elements."""
+        """Raise NotImplementedError: the limit on staging buffers is in elements."""
         _refuse(
             "set_reduce_scatter_max_input_buffers()",
-            "staging buffers are limited to the size of two mean units; for another limit use "
-            "fsdp_engine.shard with fe.Options(prefetch_window=...)",
+            "the limit on staging buffers is in elements, by default twice the mean size of a "
+            "unit; for another limit use fsdp_engine.shard with fe.Options(staging_limit=...)",
         )
 
     def set_custom_all_gather(self, comm: object) -> None:
-        """Raises NotImplementedError: the engine implements all-gathers itself."""
+        """Raise NotImplementedError: the engine implements all-gathers itself."""
         _refuse("set_custom_all_gather()", "the engine implements all-gathers itself, in place")
 
     def set_custom_reduce_scatter(self, comm: object) -> None:
-        """Raises NotImplementedError: the engine implements reductions itself."""
+        """Raise NotImplementedError: the engine implements reductions itself."""
         _refuse("set_custom_reduce_scatter()", "the engine implements reductions itself, in place")
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None
     ) -> None:
-        """Raises NotImplementedError: use a mesh of two axes for a second reduction."""
+        """Raise NotImplementedError: a mesh of two axes adds a second reduction."""
         _refuse(
             "set_all_reduce_hook()",
             "a 2-D mesh reduces along its second axis, and hooks on sharded parameters "
@@ -229,7 +229,7 @@ class FSDPModule(fsdp.FSDPModule):
         )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Has no effect: gathers are always asynchronous."""
+        """Do nothing: gathers are always asynchronous."""
         _check_bool("async_op", async_op)
 
     def reset_iter_state(self) -> None:
@@ -312,15 +312,15 @@ def _fsdp_class(own: Any) -> Any:
 def _refuse_deepcopy(self: object, memo: object) -> NoReturn:
     raise UsageError(
         "deepcopy: expected a module that is not sharded, since FSDP does not support deepcopy; "
-        "found one that fully_shard() was called on. Copy the module before, and shard both; or "
-        "save a state dict"
+        "found one that fully_shard() was called on. Copy the module before fully_shard(), and "
+        "shard both modules; or save a state dict"
     )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Make ``module.method_name(...)`` gather the module's parameters, as its forward does.
 
-    Has no effect if ``fully_shard`` was not called on ``module``.
+    Does nothing if ``fully_shard`` was not called on ``module``.
 
     Raises:
         ValueError: The module has no such method.
@@ -343,7 +343,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Has no effect: units on one device always share their communication lanes.
+    """Do nothing: units on one device always share their communication lanes.
 
     Raises:
         ValueError: ``fully_shard`` was not called on one of the modules.
@@ -377,13 +377,14 @@ def _all_groups(what: str, modules: Sequence[Any]) -> list[ParamGroup]:
     return [_group_of(each) for each in modules]
 
 
-def _prefetched(group: ParamGroup, what: str, modules: Sequence[Any]) -> list[ParamGroup]:
+def _prefetched(group: ParamGroup, what: str, modules: Sequence[Any]) -> list[ParamGroup] | None:
     prefetched = _all_groups(what, modules)
     if group.engine is not None and any(each.engine is not group.engine for each in prefetched):
         raise ValueError(
-            f"modules: expected modules of the same model as {group.unit.label}; found others"
+            f"modules: expected modules of the same model as {group.unit.label}; found some of "
+            "another model"
         )
-    return prefetched
+    return prefetched or None
 
 
 def _check_bool(name: str, value: object) -> None:

@@ -95,8 +95,9 @@ def fully_shard(
         mesh: Mesh of the data-parallel ranks: (inner,), or (outer, inner) for HSDP. None: all
             ranks.
         reshard_after_forward: Whether to free full parameters after forward and gather them again
-            for backward. None: True, except for the root module if backward begins with it. A
-            number of ranks to reshard to is treated as True, with a warning.
+            for backward. None: True, except for the root module if backward begins with it. 1 has
+            the effect of False, and a larger number of ranks that of True, with a warning unless it
+            is the number of ranks that share a parameter.
         shard_placement_fn: Function that is called for each parameter. Its result is checked but
             has no effect, since the engine assigns elements to ranks itself.
         mp_policy: Dtypes of this unit, and the dtypes to which its modules' inputs and outputs are
@@ -138,8 +139,8 @@ def fully_shard(
         )
         if dp_mesh_dims is not None:
             raise NotImplementedError(
-                "dp_mesh_dims: expected None; found other dimensions. Give the data-parallel part "
-                "of the mesh as mesh=mesh['dp']"
+                f"dp_mesh_dims: expected None; found {dp_mesh_dims!r}. Pass the data-parallel part "
+                "of the mesh instead: mesh=mesh['dp']"
             )
         keeps = keeps_after_forward(reshard_after_forward, data.inner.size, levels)
         _check_placements(shard_placement_fn, modules, ignored_params or (), data.inner.size)

@@ -369,8 +369,8 @@ class _OwnValues(InitialValues):
             )
         if found:
             warnings.warn(
-                f"{found}. Each rank keeps its slice of its own, as with FSDP2: seed all ranks "
-                "alike, or give parameters values afterwards",
+                f"{found}. Each rank keeps the slice of its own values, as with FSDP2. Use the "
+                "same seed on all ranks, or set the values afterwards",
                 stacklevel=2,
             )
         return self
@@ -387,10 +387,12 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
             raise UsageError(
                 "module: expected one that fully_shard() was not called on. Each distinct "
                 "composable distributed API can only be applied to a module once. Found a "
-                f"{name} that it was called on before"
+                f"{name} on which it was called before"
             )
         if engine_within(module) is not None and not groups_within(module):
-            raise ValueError(f"module: expected one that was not given to shard(); found a {name}")
+            raise ValueError(
+                f"module: expected one that was not passed to shard(); found a sharded {name}"
+            )
         ran = next((group for group in groups_within(module) if group.engine is not None), None)
         if ran is not None:
             raise ValueError(

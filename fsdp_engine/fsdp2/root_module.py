@@ -173,14 +173,15 @@ def ensure_engine(module: nn.Module) -> Engine:
     if len(root.modules) > 1:
         raise RuntimeError(
             f"forward of {type(module).__name__}: expected the root module to be a group of its "
-            f"own; found a group of {len(root.modules)}. Call fully_shard() on the model as well"
+            f"own; found a group of {len(root.modules)} modules. Call fully_shard() on the model "
+            "as well"
         )
     groups = groups_within(module)
     for group in groups:
         if group.engine is not None:
             raise RuntimeError(
                 f"forward of {type(module).__name__}: expected the root module to be called first; "
-                f"found {group.unit.label} in it, which was called before by itself"
+                f"found that {group.unit.label}, which is inside of it, was called before"
             )
     for group in groups:
         group.values.take_unhooked()
@@ -192,7 +193,7 @@ def ensure_engine(module: nn.Module) -> Engine:
             "forward: expected parameters with values. FSDP parameters should be materialized from "
             "meta device before training, but the following were still on meta device: "
             f"{metas[0]}{more}. Call model.to_empty(device=...), then initialize them "
-            "(model.init_weights(), say)"
+            "(for example, model.init_weights())"
         )
     _check_no_optimizer(groups)
     _check_prefetched(groups)
@@ -243,7 +244,7 @@ def _check_prefetched(groups: Sequence[ParamGroup]) -> None:
             if id(each) not in known:
                 raise ValueError(
                     f"set_modules_to_forward_prefetch, or ..._backward_..., of {group.unit.label}:"
-                    " expected modules within the root module; found another"
+                    " expected modules within the root module; found one outside of it"
                 )
 
 

@@ -59,8 +59,7 @@ _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_G
 
 
 class _SyncsRanks:
-    """An object whose truth value is whether all ranks must run equally many forwards in
-    ``generate``.
+    """An object that is true if all ranks must run the same number of forwards in ``generate``.
 
     Args:
         engine: The engine of the model.
@@ -254,10 +253,9 @@ class FSDPEngineAccelerator(Accelerator):
             ValueError: The method was called.
         """
         raise ValueError(
-            "join_uneven_inputs(): expected ranks with equally many batches, since torch's Join "
-            "does not gather sharded parameters; found a use of it. Iterate over "
-            "engine.even_batches(loader), which gives all ranks equally many batches, with weight "
-            "0 where a rank has run out"
+            "join_uneven_inputs(): expected no call, since torch's Join does not gather sharded "
+            "parameters; found one. Iterate over engine.even_batches(loader), which yields the "
+            "same number of batches on all ranks, with weight 0 on a rank whose loader has ended"
         )
 
     @contextlib.contextmanager
@@ -344,7 +342,7 @@ class FSDPEngineAccelerator(Accelerator):
     ) -> None:
         """Load a folder of :meth:`save_state`, on any number of ranks. Collective.
 
-        Each rank that has saved its random states restores them.
+        A rank restores the random states that the rank of the same index has saved, if any.
 
         Args:
             input_dir: The path of the folder. None: the latest folder with an automatic name.
@@ -361,8 +359,8 @@ class FSDPEngineAccelerator(Accelerator):
             folder = Path(os.path.expanduser(input_dir or self._latest()))
             if not (folder / SHARDED).is_dir():
                 raise ValueError(
-                    f"input_dir: expected what FSDPEngineAccelerator.save_state wrote; found "
-                    f"{folder} without {SHARDED}/"
+                    f"input_dir: expected a folder that FSDPEngineAccelerator.save_state wrote; "
+                    f"found {folder} without {SHARDED}/"
                 )
             self._check_custom_objects(folder)
         except Exception as caught:
@@ -401,8 +399,8 @@ class FSDPEngineAccelerator(Accelerator):
         engine = shard_model(model, **arguments)
         if engine.mesh.device.type != self.device.type:
             raise ValueError(
-                f"shard: expected a mesh of {self.device.type}, as the accelerator says; found "
-                f"{engine.mesh.device.type}"
+                f"shard: expected a mesh of {self.device.type}, the accelerator's device type; "
+                f"found {engine.mesh.device.type}"
             )
         if is_meta and self.pretrained is not None:
             load_pretrained(engine, self.pretrained)
@@ -413,8 +411,8 @@ class FSDPEngineAccelerator(Accelerator):
         check_num_processes(self.num_processes, "cpu=True")
         if self.distributed_type not in _TYPES:
             raise ValueError(
-                "distributed_type: expected ranks without another engine; found "
-                f"{self.distributed_type}"
+                f"distributed_type: expected one of {', '.join(each.value for each in _TYPES)}, "
+                f"since this engine shards the model; found {self.distributed_type.value}"
             )
         if self.state.mixed_precision not in ("no", "bf16"):
             raise ValueError(
@@ -423,8 +421,8 @@ class FSDPEngineAccelerator(Accelerator):
             )
         if self.parallelism_config is not None:
             raise ValueError(
-                "parallelism_config: expected None; found one (apply tensor parallelism with "
-                "torch, and pass the data-parallel mesh in shard)"
+                "parallelism_config: expected None; found one. Apply tensor parallelism with "
+                "torch, and pass the data-parallel mesh in shard"
             )
 
     def _saved(self) -> Iterator[tuple[str, Engine, torch.optim.Optimizer | None]]:
@@ -453,21 +451,24 @@ class FSDPEngineAccelerator(Accelerator):
         for model in self._models:
             if (engine := engine_of(model)) is not None:
                 return engine
-        raise ValueError("models: expected one that was prepared; found none")
+        raise ValueError(
+            "models: expected a prepared model; found none. Call accelerator.prepare(model) before"
+        )
 
     def _folder_of_save(self, output_dir: Any) -> str:
         project = self.project_configuration
         if not project.automatic_checkpoint_naming:
             if output_dir is None:
                 raise ValueError(
-                    "output_dir: expected a folder; found None, without automatic names"
+                    "output_dir: expected a folder, since automatic_checkpoint_naming is False; "
+                    "found None"
                 )
             return str(output_dir)
         folder = os.path.join(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
         if os.path.exists(folder):
             raise ValueError(
-                f"save_iteration: expected one that was not saved yet; found {folder} (set "
-                "project_configuration.iteration to continue after it)"
+                f"save_iteration: expected a number that was not saved yet; found {folder}. Set "
+                "project_configuration.iteration to continue after it"
             )
         return folder
 
@@ -478,7 +479,10 @@ class FSDPEngineAccelerator(Accelerator):
 
     def _latest(self) -> Path:
         if not self.project_configuration.automatic_checkpoint_naming:
-            raise ValueError("input_dir: expected a folder, since names are not automatic")
+            raise ValueError(
+                "input_dir: expected a folder, since automatic_checkpoint_naming is False; found "
+                "None"
+            )
         folders = self._automatic(Path(self.project_dir) / "checkpoints")
         if not folders:
             raise ValueError(f"input_dir: expected a checkpoint in {self.project_dir}; found none")
@@ -509,8 +513,8 @@ def refuse_no_sync() -> NoReturn:
     """
     raise NotImplementedError(
         "model.no_sync: expected accelerator.no_sync(model), which accumulates gradients; found a "
-        "call of DDP's method. accelerate's LocalSGD, which makes it, steps a model of its own on "
-        "each rank, where this engine holds one model on all ranks: use LocalSGD with "
+        "call of DDP's method, as accelerate's LocalSGD makes. LocalSGD trains a separate model on "
+        "each rank, but this engine shards one model over all ranks: use LocalSGD with "
         "accelerate.Accelerator, or train without it"
     )
 

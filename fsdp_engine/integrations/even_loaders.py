@@ -72,9 +72,9 @@ class TrainingBatches:
 
         Args:
             batch: A batch of this step.
-            counts: The batches whose samples or labels are counted for the number by which the loss
-                is divided. "all": those of the step on all ranks; "rank": those of the step on this
-                rank; "batch": this batch.
+            counts: The batches whose samples or labels are counted in the divisor of the loss.
+                "all": those of the step on all ranks; "rank": those of the step on this rank;
+                "batch": this batch.
         """
         if self.is_repeated(batch):
             return 0.0

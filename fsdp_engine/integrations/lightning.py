@@ -206,8 +206,8 @@ class FSDPEngineStrategy(DDPStrategy):
         module, plugin = self.lightning_module, self.precision_plugin
         if getattr(module, "_compiler_ctx", None) is not None:  # Lightning 2.5 and 2.6 set it
             raise TypeError(
-                "model: expected a LightningModule that is not compiled as a whole; found one. "
-                "Compile its blocks instead: block.compile()"
+                "model: expected a LightningModule that is not compiled as a whole; found one that "
+                "is. Compile its blocks instead: block.compile()"
             )
         for each in getattr(trainer, "callbacks", ()):
             # The class is found by its name, because it is new in Lightning 2.6.
@@ -307,14 +307,14 @@ class FSDPEngineStrategy(DDPStrategy):
         if len(loaders) > 1 and not is_sequential:
             raise ValueError(
                 f"dataloaders of {name}: expected one, or loaders of equal known lengths on all "
-                f"ranks; found {len(loaders)} that are combined, and lengths that differ between "
-                "ranks or are unknown. Combine them in one loader"
+                f"ranks; found {len(loaders)}, whose lengths differ between ranks or are unknown. "
+                "Combine them in one loader"
             )
         parameters = inspect.signature(getattr(self.lightning_module, name)).parameters
         if "dataloader_iter" in parameters:
             raise ValueError(
-                f"{name}: expected one that is given batches; found one with dataloader_iter, and "
-                "loaders whose lengths differ between ranks or are unknown. Take a batch instead"
+                f"{name}: expected a step that takes a batch, since the loaders' lengths differ "
+                "between ranks or are unknown; found one that takes dataloader_iter"
             )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -583,15 +583,16 @@ def _kept_of(weights: Mapping[str, Any], shown: Mapping[str, Any]) -> Callable[[
     """Returns a predicate of the entries that hooks have not removed from a ``state_dict``."""
     if others := [name for name, value in weights.items() if shown.get(name) is not value]:
         raise ValueError(
-            "state_dict: expected hooks to leave out entries at most, since all ranks save their "
-            f"own slices; found others in {', '.join(others[:4])}"
+            "state_dict: expected hooks to change no values, since all ranks save their own "
+            f"slices; found others in {', '.join(others[:4])}. Hooks may only remove entries"
         )
     left_out = shown.keys() - weights.keys()
     return lambda name, value: name not in left_out
 
 
 def _steps(optimizer: Optimizer) -> bool:
-    """Returns whether an object is an optimizer, and not Lightning's placeholder for none."""
+    """Returns whether an object is an optimizer, not the placeholder that Lightning uses if there
+    is none."""
     return bool(optimizer.param_groups)
 
 

@@ -113,7 +113,10 @@ class FSDPEngineFabricStrategy(DDPStrategy):
     @property
     def checkpoint_io(self) -> CheckpointIO:
         """Not supported: reading or setting it raises TypeError."""
-        raise TypeError("checkpoint_io: expected no use of it; found one")
+        raise TypeError(
+            "checkpoint_io: expected none, since all ranks write checkpoints in the format of "
+            "fsdp_engine; found a use of it"
+        )
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
@@ -207,19 +210,23 @@ class FSDPEngineFabricStrategy(DDPStrategy):
             TypeError: ``storage_options`` is not None.
             ValueError: ``state`` contains no module that was set up, or there is a filter for an
                 optimizer.
-            Exception: An error of ``fsdp_engine.save_checkpoint``. All ranks raise.
+            Exception: An error of ``fsdp_engine.save_checkpoint``, or of a ``state_dict()`` or a
+                filter of the user. All ranks raise.
         """
         if storage_options is not None:
             raise TypeError(f"storage_options: expected None; found {storage_options!r}")
         parts = _Parts(state)
         filters = dict(filter or {})
         if refused := sorted(filters.keys() & parts.optimizers.keys()):
-            raise ValueError(f"filter: expected names of modules and dicts; found {refused}")
-        extra = {name: _state_of(value) for name, value in parts.others.items()}
-        # Filters may communicate, so all ranks call them in the same order.
-        for name in sorted(filters.keys() & extra.keys()):
-            extra[name] = {k: v for k, v in extra[name].items() if filters[name](k, v)}
+            raise ValueError(
+                f"filter: expected names of modules and dicts; found {refused}, of optimizers"
+            )
         parts.await_ranks()
+        with self._agreed("save()", parts):
+            extra = {name: _state_of(value) for name, value in parts.others.items()}
+            # Filters may communicate, so all ranks call them in the same order.
+            for name in sorted(filters.keys() & extra.keys()):
+                extra[name] = {k: v for k, v in extra[name].items() if filters[name](k, v)}
         folder = Path(self.broadcast(str(path)))
         optimizers = list(parts.optimizers.values())
         save_folder(folder, parts.together, optimizers, extra, keeps=parts.keeps(filters))

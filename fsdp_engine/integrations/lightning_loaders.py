@@ -77,8 +77,8 @@ class EvenLoader:
         return self._lacks_batches
 
     def take_step(self) -> LoaderStep | None:
-        """Returns the step of the next batch that the Trainer trains or evaluates; None if it has
-        taken no batch."""
+        """Returns the step of the next batch that the Trainer trains or evaluates; None if there is
+        no such batch."""
         return self._given.popleft() if self._given else None
 
     def _batches(self) -> Iterator[Any]:
@@ -112,8 +112,8 @@ class StatefulEvenLoader(EvenLoader):
         if isinstance(state, Mapping) and _BY_RANK in state:
             if len(state[_BY_RANK]) != ranks.size:
                 raise ValueError(
-                    f"dataloader: expected a checkpoint of {ranks.size} ranks, whose loaders have "
-                    f"places of their own; found one of {len(state[_BY_RANK])}"
+                    f"dataloader: expected a checkpoint of {ranks.size} ranks, since it has the "
+                    f"position of each rank's loader; found one of {len(state[_BY_RANK])} ranks"
                 )
             state = state[_BY_RANK][ranks.rank]
         self._loader.load_state_dict(state)

@@ -52,7 +52,7 @@ class ManagedReplica:
         patience: Seconds after which a quorum, or a vote on a step, fails.
 
     Raises:
-        ValueError: A count is below 1, or there is no lighthouse.
+        ValueError: A count is not an integer of at least 1, or there is no lighthouse.
         RuntimeError, TimeoutError: The lighthouse does not answer. All ranks of the replica raise.
     """
 
@@ -70,8 +70,8 @@ class ManagedReplica:
         patience: float,
     ) -> None:
         for what, number in {**counts, "min_replicas": min_replicas}.items():
-            if number < 1:
-                raise ValueError(f"{what}: expected at least 1; found {number}")
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise ValueError(f"{what}: expected an integer of at least 1; found {number!r}")
         lighthouse = lighthouse or os.environ.get("TORCHFT_LIGHTHOUSE")
         if not lighthouse:
             raise ValueError(
@@ -153,7 +153,7 @@ class ManagedReplica:
         self._between_replicas.shutdown()
 
     def _begin_step(self) -> None:
-        """Agree with the other replicas on those that take part in the step. A replica that has
+        """Agree with the other replicas on which of them take part in the step. A replica that has
         just started receives its state first."""
         manager = self._manager
         self._was_loaded = False
@@ -249,7 +249,7 @@ class ManagedReplica:
             wanted = ours.get(differing[0]) if differing else sorted(self._extra)
             raise ValueError(
                 f"state of a living replica: expected {wanted}, as this replica has; found "
-                f"{found}. All replicas need one model, sharding, number of ranks, optimizer, "
+                f"{found}. All replicas need the same model, sharding, number of ranks, optimizer, "
                 "extras and arguments"
             )
         self._load_weights(state["weights"])

@@ -104,9 +104,9 @@ def sum_over_replicas(
     """Sum the nodes of all replicas along the tree, into ``results`` (1-D). Collective over
     ``group``.
 
-    Each replica receives one part of all nodes, sums it and sends the sum to all replicas. With n
-    nodes of its own and R replicas, a replica sends (n + 1) (R - 1) / R times the elements. An
-    all-reduce sends 2 (R - 1) / R times the elements.
+    Each replica receives one part of all nodes, sums it and sends the sum to all replicas. With R
+    replicas, a replica that has n nodes sends (n + 1) (R - 1) / R times the elements. An all-reduce
+    sends 2 (R - 1) / R times the elements.
     """
     places = [
         nodes_of(share_of(each, num_replicas, num_microbatches), num_microbatches)

@@ -79,7 +79,7 @@ class RayCheckpoints:
             folder = Path()
             try:
                 if not isinstance(step, int) or step < 0:
-                    raise ValueError(f"step: expected a number of at least 0; found {step!r}")
+                    raise ValueError(f"step: expected an integer of at least 0; found {step!r}")
                 entries = self._run.entries()
                 folder = Path(tempfile.mkdtemp(prefix="fsdp_engine-"))
                 cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -126,7 +126,11 @@ class RayCheckpoints:
             there = agree(what, error, self._control, folder is not None)
             if not all(there):
                 if any(there):
-                    raise ValueError(f"{what}: expected one on all ranks or none; found {there}")
+                    found = [rank for rank, has in enumerate(there) if has]
+                    raise ValueError(
+                        f"{what}: expected a checkpoint on all ranks, or on none; found one on "
+                        f"ranks {found[:16]} only"
+                    )
                 return None
             assert folder is not None
             files = CheckpointFiles(folder, self._run.ranks)

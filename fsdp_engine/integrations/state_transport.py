@@ -136,8 +136,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
             if length < 0:
                 raise RuntimeError(
-                    f"state of a living replica: expected that of step {step}; found none at "
-                    f"{metadata}, which has left that step"
+                    f"state of a living replica: expected that of step {step}; found that the rank "
+                    f"at {metadata} does not offer it"
                 )
             specs, body = pickle.loads(_receive(connection, length))
             tensors = [
@@ -146,7 +146,9 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             for tensor in tensors:
                 _receive_into(connection, _bytes_of(tensor))
             if _receive(connection, len(_END)) != _END:
-                raise ConnectionError(f"state from {metadata}: expected its end; found other bytes")
+                raise ConnectionError(
+                    f"state from {metadata}: expected its end marker; found other bytes"
+                )
         state: dict[str, Any] = _Unpickler(io.BytesIO(body), tensors).load()
         return state
 

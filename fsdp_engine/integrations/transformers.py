@@ -464,12 +464,13 @@ def _check_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Non
 def _check(args: TrainingArguments) -> None:
     """Raise ValueError if a training argument is not supported."""
     ours = {
-        "fsdp": "the engine shards; its arguments are given as shard",
-        "deepspeed": "the engine shards; its arguments are given as shard",
-        "fp16": "it would need its loss scaled; bf16=True does not",
-        "auto_find_batch_size": "a rank that ran out of memory would leave the others behind",
+        "fsdp": "the engine shards the model, by the arguments in shard",
+        "deepspeed": "the engine shards the model, by the arguments in shard",
+        "fp16": "its losses need scaling, which bf16=True does not",
+        "auto_find_batch_size": "a rank that runs out of memory would restart without the others",
         "save_on_each_node": "all ranks write one folder together",
-        "parallelism_config": "torch applies tensor parallelism, and shard takes its mesh",
+        "parallelism_config": "torch applies tensor parallelism, and the mesh in shard is the "
+        "data-parallel one",
     }
     for name, reason in ours.items():
         if value := getattr(args, name, None):
@@ -477,6 +478,6 @@ def _check(args: TrainingArguments) -> None:
     check_num_processes(args.world_size, "TrainingArguments(use_cpu=True)")
     if args.n_gpu > 1:
         raise ValueError(
-            "devices: expected one process for each, by torchrun or accelerate launch; found one "
-            f"process with {args.n_gpu}"
+            "devices: expected one process for each device, started by torchrun or accelerate "
+            f"launch; found one process with {args.n_gpu} devices"
         )

@@ -76,8 +76,8 @@ class DistributedDataParallelConfig:
         suggested_communication_unit_size: Prefetch window in elements; at least one unit is
             prefetched, unless it is 0. The gradient buffers in use (the one being filled and those
             being reduced) have the same limit: beyond it, the engine waits for the oldest
-            reduction. None: the mean unit for the prefetch window, twice that for gradient
-            buffers, and the latest reduction may be in flight in any case.
+            reduction. None: the prefetch window is the mean size of a unit. The limit on gradient
+            buffers is twice that, and one reduction may be in flight whatever its size.
         preserve_fp32_weights: Keep fp32 main weights beside low-precision compute weights. False:
             the compute weights are the main weights.
         keep_fp8_transpose_cache: Keep fp8 transposes between forward and backward.
@@ -126,7 +126,7 @@ class DistributedDataParallelConfig:
     def __post_init__(self) -> None:
         if self.use_custom_fsdp is True:
             warnings.warn(
-                "use_custom_fsdp is the old name of use_megatron_fsdp: use that",
+                "use_custom_fsdp is deprecated: set use_megatron_fsdp=True instead",
                 DeprecationWarning,
                 stacklevel=3,
             )
@@ -260,7 +260,7 @@ class DistributedDataParallelConfig:
 
     def _needs(self, name: str, other: str) -> None:
         if getattr(self, name) and not getattr(self, other):
-            raise ValueError(f"{name}: expected {other}=True beside it; found {other}=False")
+            raise ValueError(f"{name}: expected {other}=True as well; found {other}=False")
 
     def _check_strategy(self) -> None:
         inner = level_from_name(
@@ -274,13 +274,14 @@ class DistributedDataParallelConfig:
             )
         if not self.use_megatron_fsdp and inner.value:
             raise ValueError(
-                "data_parallel_sharding_strategy: expected use_megatron_fsdp=True beside "
-                f"{inner.name!r}; found False (use_distributed_optimizer then says the level)"
+                "data_parallel_sharding_strategy: expected use_megatron_fsdp=True with "
+                f"{inner.name!r}; found False, with which use_distributed_optimizer selects the "
+                "level"
             )
         instances = self.num_distributed_optimizer_instances
         if instances > 1 and not Strategy.from_names(*self.level_names).depth(Role.OPTIM):
             raise ValueError(
                 "num_distributed_optimizer_instances: expected use_distributed_optimizer=True, or "
                 "use_megatron_fsdp=True with a data_parallel_sharding_strategy of "
-                f"{', '.join(list(LEVELS)[1:])}, beside {instances}; found {self.level_names[0]!r}"
+                f"{', '.join(list(LEVELS)[1:])}, for {instances}; found {self.level_names[0]!r}"
             )

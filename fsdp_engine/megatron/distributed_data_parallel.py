@@ -491,8 +491,9 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         config: The model's ``TransformerConfig``.
         ddp_config: Megatron-Core's ``TorchFullyShardedDataParallelConfig`` or
             ``DistributedDataParallelConfig``, or this package's; it is copied.
-            ``reshard_after_forward=False`` keeps gathered parameters from forward to backward; a
-            number of ranks is treated as True, with a warning; the default is True.
+            ``reshard_after_forward=False`` (or 1) keeps gathered parameters from forward to
+            backward. A larger number of ranks has the effect of True, the default, with a warning
+            unless it is the number of ranks that share a parameter.
         module: The model; modified in place.
         sub_modules_to_wrap: Classes, or dotted paths of classes, whose modules become units. None:
             transformer layers and the modules outside of them. Classes in ``_fsdp_modules``

@@ -24,9 +24,9 @@ device, without a host sync.
 [Note: Router bias]
 Expert biases of routers are updated for load balancing without an auxiliary loss. Wang et al. 2024,
 "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664): ``bias +=
-rate * sign(mean count - count)``, with the attribute names of Megatron-Core's router. The biases of
-its quantile balancing (megatron-core 0.19) are moving averages of each step's quantiles, which are
-averaged over microbatches and data-parallel ranks and centered.
+rate * sign(mean count - count)``, with the attribute names of Megatron-Core's router. With its
+quantile balancing (megatron-core 0.19), the biases are moving averages of each step's quantiles,
+whose mean is subtracted. The quantiles are averaged over microbatches and data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -202,8 +202,8 @@ def finalize_model_grads(
 ) -> None:
     """Finish the gradients of a step. Call once per step, after the last microbatch. Collective.
 
-    The function executes these items in order, each with at most one all-reduce (the first call
-    also compares the ranks' marks):
+    The function executes these items in order. Items 4 and 5 send at most two all-reduces each,
+    and items 2, 3 and 6 at most one. (The first call also compares the ranks' marks.)
 
     1. ``finish_grad_sync`` is called on every chunk.
     2. Gradients of parameters marked ``pipeline_parallel`` are summed over the stages (and over
@@ -490,7 +490,7 @@ def _check_covers_meshes(
         if not set(ranks) <= set(reached):
             raise ValueError(
                 "groups.data, groups.context: expected groups that span all ranks of the chunk's "
-                f"mesh, {ranks[:16]}; found {reached[:16]}, the other axes included"
+                f"mesh, {ranks[:16]}; found that all given groups span only {reached[:16]}"
             )
 
 

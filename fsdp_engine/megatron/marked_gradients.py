@@ -1,4 +1,4 @@
-"""All-reduces the gradients of marked parameters over a group: local slices in one flat buffer.
+"""All-reduces the gradients of marked parameters over a group, as local slices in a flat buffer.
 
     | slices to sum ... | slices to average ... | one flag per gradient |
 

@@ -33,8 +33,8 @@ class ModelParallelGroups:
         data: Ranks that hold the same weights and process different samples.
         context: Ranks that hold the same weights and process different parts of the same samples.
         expert: Ranks over which experts are distributed. If these ranks are within the other
-            groups, as in Megatron-Core, the field has no effect; otherwise token counts are also
-            summed over it.
+            groups, as in Megatron-Core, the field has no effect; otherwise the token counts of
+            routers are also summed over it.
 
     Raises:
         TypeError: A field is neither a ``ProcessGroup`` nor None.
@@ -57,7 +57,7 @@ class ModelParallelGroups:
                 raise TypeError(f"{field.name}: expected a ProcessGroup or None; found {value!r}")
 
 
-# Spanned groups by the first group of an argument list, then by the names of all its groups. Values
+# Results of ``spanned_group``, by the first of its groups, then by the names of all of them. Values
 # are weak references because the spanned group may be the key itself; ``group_of_ranks`` keeps the
 # groups that were created here alive.
 _SPANNED: weakref.WeakKeyDictionary[

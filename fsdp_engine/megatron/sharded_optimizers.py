@@ -56,8 +56,8 @@ from fsdp_engine.megatron.distributed_data_parallel import (
 from fsdp_engine.memory import allocator
 from fsdp_engine.optim.clip import total_norm
 
-# Values of the attribute ``grad_norm_group``. Gradients of the parameters with one value are
-# clipped by their own norm. megatron-core 0.16 has no such values.
+# Values of the attribute ``grad_norm_group``. Gradients of parameters with the same value are
+# clipped together, by their own norm. megatron-core 0.16 has no such values.
 _NORM_GROUPS: tuple[str, ...] = getattr(optimizer_module, "SEPARATE_GRAD_NORM_GROUPS", ())
 
 _STATE, _GROUPS, _STEP = "state", "param_groups", "step"
@@ -443,7 +443,7 @@ def sharded_optimizer(
 
 _NO_STATE_FILE = (
     "save_parameter_state, load_parameter_state: expected Megatron-Core's distributed checkpoints; "
-    "found the older format, in which one rank writes the state of all. Use "
+    "found the older format, in which one rank writes the state of all ranks. Use "
     "--ckpt-format torch_dist (sharded_state_dict), or fsdp_engine.Checkpointer"
 )
 

@@ -112,6 +112,7 @@ def requested_mesh(
     given: Mapping[str, Any]
     try:
         given = inspect.signature(parse).bind_partial(*args, **kwargs).arguments
+        given = {**given, **given.get("kwargs", {})}
     except TypeError:  # raised again by the parser, on all ranks
         given = kwargs
     if parse is _parse_own:
@@ -304,9 +305,10 @@ def _check_names_no_other_level(ddp_config: Any) -> None:
         found["data_parallel_sharding_strategy"] = level
     for field, value in found.items():
         if value:
+            default = False if isinstance(value, bool) else "no_shard"
             raise ValueError(
-                f"ddp_config.{field}: expected its default, since TorchFullyShardedDataParallel "
-                f"is level {_TORCH_FSDP_LEVEL!r}; found {value!r}"
+                f"ddp_config.{field}: expected its default, {default!r}, since "
+                f"TorchFullyShardedDataParallel is level {_TORCH_FSDP_LEVEL!r}; found {value!r}"
             )
 
 
@@ -363,8 +365,8 @@ def _no_modules_error(
 def _torch_fsdp_classes(
     config: Any, model: nn.Module, given: object, name: str
 ) -> list[type[nn.Module]]:
-    """Returns the classes of modules that become units, with those of ``_fsdp_modules``
-    attributes."""
+    """Returns the classes of modules that become units, including those that ``_fsdp_modules``
+    attributes list."""
     more = [each for module in model.modules() for each in getattr(module, "_fsdp_modules", ())]
     if given is None and not more:
         return []  # the engine's default units, which are also layers
@@ -374,8 +376,8 @@ def _torch_fsdp_classes(
     else:
         classes = [_class_of(each, name) for each in _as_list(given, name)]
     if getattr(config, "transformer_impl", None) == "local":
-        # In the local implementation, transformer layers contain modules of this class, and these
-        # layers are units by default.
+        # In the local implementation, modules of this class are inside of transformer layers, which
+        # are units by default.
         classes = [each for each in classes if each.__name__ != "ColumnParallelLinear"]
     return classes + more
 

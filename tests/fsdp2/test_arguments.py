@@ -84,7 +84,7 @@ def test_order_of_calls() -> None:
         model(batch(0, 0, 0)[0])
     plain = seeded()
     fe.shard(plain)
-    with pytest.raises(ValueError, match=r"given to shard\(\)"):
+    with pytest.raises(ValueError, match=r"not passed to shard\(\)"):
         fsdp2.fully_shard(plain.head)
     late = seeded()
     fsdp2.fully_shard(late.norm)

@@ -316,11 +316,23 @@ def test_classes() -> None:
     assert all(isinstance(each, DTensor) for each in model.parameters())
 
 
+@on_ranks(2)
+def test_an_empty_list_of_modules_restores_the_recorded_order_of_prefetches() -> None:
+    layers = parallelize(fsdp2, seeded()).layers
+    options = fsdp2.fully_shard.state(layers["0"]).unit.options
+    for name in ("forward", "backward"):
+        set_modules = getattr(layers["0"], f"set_modules_to_{name}_prefetch")
+        set_modules([layers["1"]])
+        assert getattr(options, f"prefetch_in_{name}") is not None
+        set_modules([])
+        assert getattr(options, f"prefetch_in_{name}") is None
+
+
 # Method, argument, words of the error.
 UNSUPPORTED: list[tuple[str, list[Any], str]] = [
     ("set_allocate_memory_from_process_group_for_comm", [True], "Arenas"),
     ("set_symm_mem_for_comm", [], "set_symm_mem_for_comm.*Arenas"),
-    ("set_reduce_scatter_max_input_buffers", [2], "prefetch_window"),
+    ("set_reduce_scatter_max_input_buffers", [2], "staging_limit"),
     ("set_custom_all_gather", [None], "implements all-gathers itself"),
     ("set_custom_reduce_scatter", [None], "implements reductions itself"),
     ("set_all_reduce_hook", [print], "2-D mesh"),
@@ -360,7 +372,7 @@ def test_unsupported_methods_raise_and_name_an_alternative() -> None:
         fsdp2.register_fsdp_forward_method(model, "none")
     stranger = parallelize(fsdp2, seeded())
     model.layers["0"].set_modules_to_forward_prefetch([stranger.layers["1"]])
-    with pytest.raises(ValueError, match="within the root module; found another"):
+    with pytest.raises(ValueError, match="within the root module; found one outside of it"):
         loss_of(model, TOKENS, TARGETS)
     model.layers["0"].set_modules_to_forward_prefetch([model.layers["1"]])
     loss_of(model, TOKENS, TARGETS).backward()

@@ -249,7 +249,7 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks(level: str) -> None:
     uneven = partial(loop.accelerator.join_uneven_inputs, [loop.model])
     raises_each(
         (ValueError, "of a sharded model", partial(loop.accelerator.prepare, loop.model.model)),
-        (NotImplementedError, "LocalSGD, .* use LocalSGD with", local.__enter__),
+        (NotImplementedError, "LocalSGD makes.* use LocalSGD with", local.__enter__),
         (ValueError, r"Iterate over engine\.even_batches", uneven),
     )
     switched_off = LocalSGD(loop.accelerator, loop.model, local_sgd_steps=2, enabled=False)

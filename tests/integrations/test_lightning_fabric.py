@@ -107,6 +107,33 @@ def test_a_saved_run_goes_on_at_another_level() -> None:
     assert sorted(os.listdir(folder)) == ["x", "y"]
 
 
+class FailsOnOneRank:
+    """An object whose state cannot be saved on the second rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == 1:
+            raise ValueError("no state here")
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing."""
+
+
+@on_ranks(2)
+def test_an_error_in_a_state_or_a_filter_of_one_rank_is_raised_on_all() -> None:
+    folder = shared_folder()
+    fabric = make_fabric()
+    model, _ = build(fabric)
+    fails = FailsOnOneRank()
+    with pytest.raises(ValueError, match="no state here"):
+        fabric.save(folder / "x", {"model": model, "position": fails})
+    state = {"model": model, "notes": {"a": 1}}
+    with pytest.raises(ValueError, match="no state here"):
+        fabric.save(folder / "x", state, filter={"notes": lambda name, _: not fails.state_dict()})
+    assert not list(folder.iterdir())
+    fabric.save(folder / "x", state)
+
+
 @on_ranks(2)
 def test_files_of_other_strategies_come_in() -> None:
     folder = shared_folder()

@@ -215,7 +215,7 @@ REFUSED: dict[str, tuple[type[Exception], Callable[[], object]]] = {
         ValueError,
         lambda: train(made(), [loader(UNEVEN), loader(UNEVEN)]),
     ),
-    "training_step: expected one that is given batches": (
+    "training_step: expected a step that takes a batch": (
         ValueError,
         lambda: train(made(TakesTheIterator), loader(UNEVEN)),
     ),

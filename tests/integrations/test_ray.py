@@ -126,7 +126,7 @@ def test_an_error_of_one_worker_is_raised_on_all_and_nothing_is_reported() -> No
     with mock.patch.object(ray.train, "report", report):
         with pytest.raises(ValueError, match="step: expected the same on all ranks; found"):
             checkpoints.report({}, step=rank)
-        with pytest.raises(ValueError, match="step: expected a number of at least 0; found -1"):
+        with pytest.raises(ValueError, match="step: expected an integer of at least 0; found -1"):
             checkpoints.report({}, step=-1 if rank else 3)
         with (
             failing(tempfile, "mkdtemp", "no space left", tempfile.mkdtemp()),

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import fsdp_engine as fe
 from fsdp_engine.megatron import FullyShardedDataParallel, TorchFullyShardedDataParallel
@@ -261,7 +262,7 @@ WRONG_FIELDS: dict[Any, list[tuple[str, dict[str, Any]]]] = {
         ("nccl_ub: expected", {"nccl_ub": True, "fsdp_manual_registration": True}),
     ],
     (TorchFullyShardedDataParallel, their_config): [
-        (rf"ddp_config\.{name}: expected its default, since", {name: value})
+        (rf"ddp_config\.{name}: expected its default, (False|'no_shard'), since", {name: value})
         for name, value in [
             ("use_distributed_optimizer", True),
             ("use_megatron_fsdp", True),
@@ -311,3 +312,19 @@ def test_wrong_arguments_are_refused_and_change_nothing() -> None:
         with pytest.raises(ValueError, match=r"Wrap by fsdp_engine\.megatron\.TorchFullySh"):
             wrapped(other, torchs_config(), module=model)
     assert all(type(param) is nn.Parameter for param in model.parameters())
+
+
+@on_ranks(3)
+def test_an_error_of_one_rank_is_raised_on_the_ranks_of_its_mesh() -> None:
+    mesh, rank = DeviceMesh("cpu", [0, 1]), dist.get_rank()
+    for (cls, (_, words, wrong)), config in (
+        ((FullyShardedDataParallel, WRONG_ARGUMENTS[FullyShardedDataParallel][1]), their_config()),
+        (
+            (TorchFullyShardedDataParallel, WRONG_ARGUMENTS[TorchFullyShardedDataParallel][0]),
+            torchs_config(),
+        ),
+    ):
+        if rank < 2:
+            with pytest.raises(ValueError, match=words):
+                wrapped(cls, config, mesh=mesh, **(wrong if rank == 1 else {}))
+    wrapped(FullyShardedDataParallel, their_config())  # over all ranks, which the error is not of

@@ -341,9 +341,9 @@ def _contexts(policy: _Policy) -> Any:
 
 
 class _Recomputation(torch_checkpoint._CachedTorchDispatchMode):
-    """The mode of ``create_selective_checkpoint_contexts`` for the recomputation, but outputs that
-    forward has changed in place (e.g. a product by ``relu_``) are recomputed, where torch's mode
-    raises."""
+    """The mode of ``create_selective_checkpoint_contexts`` for the recomputation, except that it
+    recomputes outputs that forward has changed in place (e.g. a matrix product, by ``relu_``).
+    torch's mode raises an error for them."""
 
     supports_higher_order_operators = True  # as in torch's own class
 

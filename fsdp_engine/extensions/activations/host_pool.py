@@ -53,7 +53,7 @@ class HostPool:
                 self._idle[largest].pop()
             block = HostBlock(size, pinned=self._pinned)
             self._book(block)
-        # Only now, since the allocation of a block may fail.
+        # Update the numbers last, since the allocation of a block may fail.
         self.bytes_in_use, self._most_in_use = in_use, most_in_use
         return block, last_copy
 

@@ -30,8 +30,28 @@ CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 # The config of an older adapter, while it is being replaced.
 BEFORE = "adapter_config.json.before"
 STAGING = ".exporting-"
-# Fields of the config that determine the output of an adapter, in addition to its tensors.
-_COMPUTES = ("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "use_dora", "fan_in_fan_out")
+# Fields in the configs of PEFT's methods that determine the output of an adapter, in addition to
+# its tensors.
+_COMPUTES = (
+    "peft_type",
+    "lora_alpha",
+    "alpha_pattern",
+    "use_rslora",
+    "use_dora",
+    "alora_invocation_tokens",
+    "fan_in_fan_out",
+    "alpha",
+    "randlora_alpha",
+    "psoft_alpha",
+    "scaling",
+    "random_loc_seed",
+    "projection_prng_key",
+    "use_cayley_neumann",
+    "num_cayley_neumann_terms",
+    "use_idwt",
+    "wavelet_family",
+    "act_fn",
+)
 
 
 def holds_adapter(folder: Path) -> bool:
@@ -61,8 +81,8 @@ def match_adapter(engine: Engine, folder: Path, adapter: str | None) -> tuple[Ma
     found, _ = peft_model(engine.model)
     if found is None:
         raise ValueError(
-            f"{folder}: expected a base model's folder, since the model is not one of PEFT "
-            f"(peft.get_peft_model before fe.shard); found {CONFIG}"
+            f"{folder}: expected a base model's folder, since the model is not a PEFT model; "
+            f"found {CONFIG}. To load an adapter, call peft.get_peft_model before fe.shard"
         )
     adapter = _chosen(found, adapter)
     _check_config(folder, found.peft_config[adapter], adapter)
@@ -106,7 +126,10 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         engine.missing_values.check()
         check_shared(what, engine)
         if prompts and dtype is not None:
-            raise ValueError(f"dtype: expected None for prompts, which PEFT makes; found {dtype}")
+            raise ValueError(
+                "dtype: expected None for prompt learning, whose tensors PEFT computes; found "
+                f"{dtype}"
+            )
         # One rank finds the names: PEFT may query the hub whether a vocabulary was resized.
         if is_first:
             names = {
@@ -117,7 +140,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
                 if not own:
                     raise ValueError(
                         f"adapter {each!r}: expected tensors in the model; found none, as after "
-                        "merge_and_unload(). Save the merged model by its own save_pretrained "
+                        "merge_and_unload(). Save the merged model with its own save_pretrained "
                         "within engine.unsharded()"
                     )
             folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +168,7 @@ def save_adapters(engine: Engine, folder: Path, dtype: torch.dtype | None, token
         error = caught
     if staging is not None:
         shutil.rmtree(staging, ignore_errors=True)
-        # All ranks return or raise after the folder has its final content.
+    # All ranks return or raise after the folder has its final content.
     agree(what, error, group)
 
 

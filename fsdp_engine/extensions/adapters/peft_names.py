@@ -144,9 +144,9 @@ def check_is_stored(model: nn.Module, adapter: str) -> None:
         own = [name for name, _ in encoder.named_parameters()]
         if own != ["embedding.weight"]:
             raise ValueError(
-                f"adapter: expected {adapter!r} to be stored as it is trained; found a "
-                f"{type(encoder).__name__} with {', '.join(own)}, and PEFT stores the output of "
-                "this network"
+                f"adapter: expected one whose trained tensors PEFT stores; found {adapter!r}, a "
+                f"{type(encoder).__name__} with {', '.join(own)}, of which PEFT stores only the "
+                "output"
             )
 
 
@@ -386,7 +386,7 @@ def _draw_prompt(path: str, adapter: str, encoders: Any, config: Any) -> None:
 
 def _unsupported(path: str, adapter: str, found: str) -> str:
     return (
-        f"{path}: expected an adapter with random initialization, of LoRA (init_lora_weights "
-        f"True, False or 'gaussian'), IA3 or prompts, since it is on the meta device; found "
+        f"{path}: expected an adapter on the meta device to be one of LoRA (init_lora_weights "
+        f"True, False or 'gaussian'), IA3 or prompts, whose initial values are random; found "
         f"{found} of {adapter!r}. Build the model with values"
     )

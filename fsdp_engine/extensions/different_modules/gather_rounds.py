@@ -3,7 +3,7 @@
 [Note: Gather rounds]
 Sharded weights are gathered from all ranks, so ranks that use different units have to take part in
 each other's gathers. Within ``engine.together()`` gathers are issued in *rounds*. In a round each
-rank votes for the units that it needs next, in a small message on a group of its own. Then all
+rank votes for the units that it needs next, in a small message on a separate group. Then all
 ranks gather the units that have votes, in module order, or in its reverse while all ranks are in
 backward; a rank that did not vote for a unit frees it. A rank without a vote takes part until no
 rank is *busy*. So ranks can use any units, in any order and any number of times.
@@ -105,8 +105,8 @@ class _Vote(enum.IntEnum):
 # Number of `GatherRounds` made over a group, modulo 255. Equal on all ranks of the group.
 _NUM_MADE: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 _LARGEST = 255  # largest value of a byte
-# Number of units gathered for other ranks that are kept. To free one at once, compute would have to
-# wait for its gather; and this rank may use one that it did not expect to use.
+# Maximum number of units that were gathered for other ranks and are kept. Before such a unit can be
+# freed, compute must wait for its gather. This rank may also use it without having expected that.
 _MOST_FOR_OTHERS = 2
 # Number of coming uses in the recorded order among which the units to gather next are searched.
 # Units that one call of `will_use` has named count as one use.

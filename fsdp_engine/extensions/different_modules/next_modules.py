@@ -43,8 +43,8 @@ def will_use(
     has named, and that were not called yet, are no longer named.
 
     Does nothing outside of ``together``, with a prefetch window of 0, at levels below
-    ``optim_grads_params``, and for modules that are no units and contain none, because the unit
-    around them has their parameters.
+    ``optim_grads_params``, and for modules that are not units and contain none, because the unit
+    that contains them has their parameters.
 
     Example::
 
@@ -59,11 +59,11 @@ def will_use(
             up to twice as many if it waits for reductions or calls modules in another order.
 
     Raises:
-        TypeError: ``modules`` is no iterable of modules, or ``max_elements`` no integer.
+        TypeError: ``modules`` is not an iterable of modules, or ``max_elements`` is not an integer.
         ValueError: A module belongs to another model or to none, or ``max_elements`` is not
             positive.
-        RuntimeError: Within ``together``, no forward or backward runs. Or another rank raised an
-            exception.
+        RuntimeError: The call is within ``together``, but not within a forward or backward. Or
+            another rank raised an exception.
     """
     units = _units_of(engine, modules)
     if max_elements is not None:

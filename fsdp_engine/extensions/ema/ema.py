@@ -60,8 +60,9 @@ class EMA:
         engine: The engine of the model. All parameters must have values.
         decay: The decay ``d``, in [0, 1).
         every: Update the averages on every ``every``-th call of ``update``; other calls do nothing.
-        dtype: The dtype of the averages. None: the dtype of the main weights, but at least fp32:
-            in 16 bits, adding ``1 - d`` of the difference rounds to no change.
+        dtype: The dtype of the averages of weights. None: the dtype of the main weights, but at
+            least fp32: in 16 bits, adding ``1 - d`` of the difference rounds to no change. Averages
+            of buffers have the dtype of the buffer, but at least fp32.
         warmup: Use ``d = min(decay, (1 + n) / (10 + n))`` for update ``n`` = 0, 1, ..., so that
             early weights are soon forgotten (TensorFlow's ``ExponentialMovingAverage`` with
             ``num_updates``).
@@ -115,7 +116,10 @@ class EMA:
         ]
         self._buffers: dict[str, Tensor] = {}
         if average_buffers:
-            self._buffers = {name: buffer.clone() for name, buffer in self._model_buffers().items()}
+            self._buffers = {
+                name: buffer.to(torch.float32 if buffer.itemsize < 4 else buffer.dtype, copy=True)
+                for name, buffer in self._model_buffers().items()
+            }
         engine.extension(_BackwardCheck)
         add_step_check(_refuse_averages)
 
@@ -255,8 +259,9 @@ def _refuse_averages(optimizer: Optimizer) -> None:
 
 @contextmanager
 def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
-    """Context within which ``tensor`` holds ``values``. At its end, ``values`` are updated with the
-    changes of ``tensor``, and ``tensor`` has its former values again."""
+    """Context within which ``tensor`` holds ``values``, rounded to its dtype. At its end, the
+    elements of ``tensor`` that have changed are copied to ``values``, and ``tensor`` has its former
+    values again."""
     before = tensor.clone()
     with torch.no_grad():
         tensor.copy_(values)
@@ -264,7 +269,8 @@ def _replaced(tensor: Tensor, values: Tensor) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            values.copy_(tensor)
+            is_same = tensor == values.to(tensor.dtype)
+            values.copy_(torch.where(is_same, values, tensor.to(values.dtype)))
             tensor.copy_(before)
 
 

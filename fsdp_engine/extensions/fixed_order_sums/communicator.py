@@ -55,8 +55,8 @@ class FixedOrderCommunicator(Communicator):
         group: The ranks of the axis.
         device: The device of the tensors.
         trees: The trees to which a reduction adds the summands. The result is the mean over their
-            leaves, or zeros until all leaves were added. None: the summands of one reduction are a
-            tree of their own, whose sum is the result.
+            leaves, or zeros until all leaves were added. None: each reduction has a separate tree
+            of its summands, whose sum is the result.
     """
 
     def __init__(self, group: ProcessGroup, device: torch.device, trees: StepTrees | None) -> None:

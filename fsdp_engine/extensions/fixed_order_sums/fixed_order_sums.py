@@ -6,7 +6,7 @@ rank ``r`` of ``R`` is leaf ``m * R + r``. One binary tree adds the gradients of
 order of ranks, and adds them to its trees. On two axes the inner ranks add the leaves of one
 microbatch first, which is a node of the tree if their number is a power of two.
 
-The engine treats each microbatch as a step of its own. After the reduction of a microbatch that is
+The engine treats each microbatch as a separate step. After the reduction of a microbatch that is
 not the last, its gradients are cleared instead of published, since the trees have added them.
 """
 
@@ -219,4 +219,4 @@ def _sums_of(engine: Engine) -> StepSums:
     for each in engine.reductions.observers:
         if isinstance(each, StepSums):
             return each
-    raise ValueError("engine: expected one with FixedOrderSums in its extensions; found another")
+    raise ValueError("engine: expected one with FixedOrderSums in its extensions; found none there")

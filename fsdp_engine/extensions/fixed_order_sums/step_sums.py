@@ -188,7 +188,7 @@ class StepSums(GradientObserver):
         if units:
             raise RuntimeError(
                 "backward: expected reductions of all units in each microbatch with "
-                f"FixedOrderSums; found {len(units)} without, {units[0].label} among them"
+                f"FixedOrderSums; found {len(units)} units without one, such as {units[0].label}"
             )
 
     def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]] | None:
@@ -276,7 +276,10 @@ class StepSums(GradientObserver):
     def add_loss(self, loss_sum: Tensor, count: float | Tensor) -> Tensor:
         """See :meth:`.FixedOrderSums.mean_loss`."""
         if self.loop is None or self._is_open:
-            raise RuntimeError("mean_loss(): expected a call before the backward of a leaf")
+            where = "outside of microbatches()" if self.loop is None else "after a backward began"
+            raise RuntimeError(
+                f"mean_loss(): expected a call before the backward of a leaf; found one {where}"
+            )
         row = self._rows[self.leaf(self._num_reduced)]
         with torch.no_grad():
             row[1] += 1

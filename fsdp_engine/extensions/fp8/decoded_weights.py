@@ -36,7 +36,7 @@ class DecodedWeights(Weights):
         """See :class:`Weights`."""
         raise RuntimeError(
             f"{name}: expected weights that forward does not write, "
-            "since they are decoded from another encoding for it; found weights that forward has "
+            "since it reads decoded copies of encoded weights; found weights that forward has "
             "written. Write the parameter between steps, or exclude it from codec_rules"
         )
 

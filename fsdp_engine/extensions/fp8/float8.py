@@ -72,7 +72,7 @@ class Float8(ScaledEncoding):
 
     Raises:
         ValueError: ``granularity`` is unknown.
-        TypeError: ``exclude`` is not a tuple of strings.
+        TypeError: ``exclude`` is one string, or contains other objects than strings.
     """
 
     codec = Float8Codec

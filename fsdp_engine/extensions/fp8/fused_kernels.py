@@ -1,4 +1,4 @@
-"""Amaxes, rounding and widening of e4m3 in one Triton kernel for each.
+"""Triton kernels for e4m3: one each for amaxes, rounding and widening.
 
 Functions of torch read and write a buffer once for each operation, and issue tens of kernels for a
 unit. Here a kernel reads each element once, and one launch serves all parameters of a buffer. The

@@ -62,7 +62,7 @@ class ScaledEncoding(EngineExtension):
 
     Raises:
         ValueError: ``granularity`` is unknown.
-        TypeError: ``exclude`` is not a tuple of strings.
+        TypeError: ``exclude`` is one string, or contains other objects than strings.
 
     Attributes:
         codec: Class of the codec.

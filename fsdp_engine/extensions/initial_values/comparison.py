@@ -122,8 +122,8 @@ class Comparison:
             return ""
         name, rank, other = _first_other_value(self.holdings, self.mesh)
         return (
-            f"{name}: expected the same initial values on all ranks; found others on "
-            f"data-parallel rank {rank} than on rank {other}"
+            f"{name}: expected the same initial values on all ranks; found different values on "
+            f"data-parallel ranks {other} and {rank}"
         )
 
     def check_values(self) -> None:

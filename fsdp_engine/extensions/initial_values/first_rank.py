@@ -121,4 +121,4 @@ def _raise_first_other_buffer(mine: list[str], ranks: DataMesh) -> None:
                         f"get the first rank's values; found [{line}] on data-parallel rank {has} "
                         f"and not on rank {lacks}. Build the same model on all ranks"
                     )
-    raise ValueError("buffers: expected the same order on all ranks; found others")
+    raise ValueError("buffers: expected the same order on all ranks; found different orders")

@@ -67,8 +67,8 @@ def find_lacking(model: nn.Module) -> str:
                 return (
                     f"{name or 'the root module'} ({type(module).__name__}): expected a method "
                     f"reset_parameters() that gives {', '.join(metas)} values; found none, and "
-                    "the model is on the meta device on all ranks. With values on rank 0 alone, "
-                    "the other ranks get those"
+                    "the model is on the meta device on all ranks. If rank 0 builds the model with "
+                    "values, the other ranks get these values"
                 )
     return ""
 

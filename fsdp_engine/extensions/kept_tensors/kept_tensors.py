@@ -17,18 +17,20 @@ A steady forward is not searched. A call is searched if no earlier call has crea
 of functions, if tensors were found in a call with this number, or if its last function is not that
 of an output.
 
-A tensor that was computed after the outputs can be kept elsewhere, as in a list of a closure. It is
-searched for among all objects of the interpreter, once for each number of functions, and if one is
-found, its unit is no longer freed. If such a tensor was computed before an output, and the loss
-does not use the output, the start of the unit's backward is not detected: the weights are not
-gathered, and its functions fail.
+A module can also keep a tensor elsewhere, e.g. in a list of a closure. If the last function of a
+call is neither that of an output nor that of a tensor that was found, all objects of the
+interpreter are searched, once for each number of functions. If a tensor is found, its unit is no
+longer freed. A tensor that is kept elsewhere and was computed before an output is not searched for.
+If the loss uses this tensor and not the output, the start of the unit's backward is not detected:
+the weights are not gathered, and functions of the backward fail.
 """
 
 from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -148,7 +150,7 @@ def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
         seen.add(id(each))
         if isinstance(each, Mapping):
             stack.extend(each.values())
-        elif isinstance(each, (list, tuple)):
+        elif isinstance(each, (list, tuple, deque, Set)):
             stack.extend(each)
         else:
             stack.extend(getattr(each, "__dict__", {}).values())

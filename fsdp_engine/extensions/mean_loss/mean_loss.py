@@ -219,8 +219,8 @@ class MeanLosses(GradientObserver):
             raise RuntimeError(
                 "backward: expected a result of mean_loss(), as before in this step, since "
                 "gradients of the step are divided by its number of samples; found another loss. "
-                "Add it to loss_sum, multiplied by count, or call mean_loss(loss, 1) for it alone "
-                "in a step of its own"
+                "Add it to loss_sum, multiplied by count, or use mean_loss(loss, 1) in a separate "
+                "step"
             )
 
     def check_last(self, units: Sequence[Unit]) -> None:
@@ -232,8 +232,8 @@ class MeanLosses(GradientObserver):
         if units and self._step is not None:
             raise RuntimeError(
                 "backward of mean_loss(): expected the last microbatch to reduce the gradients of "
-                f"all units; found {len(units)} that do not, {units[0].label} among them "
-                "(set_requires_gradient_sync). Set all, or none"
+                f"all units; found {len(units)} units without a reduction, such as "
+                f"{units[0].label} (set_requires_gradient_sync). Set it for all units, or for none"
             )
 
     def issued(self) -> None:
@@ -325,7 +325,8 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
             after the first call. 0 for a batch that does not count.
 
     Raises:
-        ValueError: A shape is wrong, or ``count`` is negative or infinite.
+        ValueError: A shape is wrong, or ``count`` is negative, infinite or NaN. A ``count`` in a
+            tensor is checked in the first call only.
         RuntimeError: The module is a pipeline stage, whose loss other ranks compute, or the engine
             has replicas. Raised by backward: gradients of an earlier step are not cleared; the step
             of the result is over; the step has a penalty that was computed with sharded parameters,

@@ -141,7 +141,7 @@ class DiskFile:
             raise OSError(
                 error.errno,
                 f"{self._folder}: expected {num_bytes} bytes for state; found "
-                f"{shutil.disk_usage(self._folder).free}",
+                f"{shutil.disk_usage(self._folder).free} free",
             ) from error
 
 

@@ -128,7 +128,7 @@ def check_leaves_device(
     if not can_leave_device(strategy, codec):
         named = f" {of}" if of else ""
         raise ValueError(
-            f"offload.main_weights: expected main weights{named} that are no part of compute "
+            f"offload.main_weights: expected main weights{named} that are not part of compute "
             "weights on the device: the level optim_grads_params, or another param_dtype; found "
             f"{strategy} with both in {main}"
         )

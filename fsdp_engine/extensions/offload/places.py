@@ -39,12 +39,12 @@ class OffloadPlaces:
             if (place := getattr(self, role)) not in PLACES:
                 raise ValueError(f"offload.{role}: expected one of {PLACES}; found {place!r}")
         if DISK in self.places.values() and self.folder is None:
-            raise ValueError("offload.folder: expected one for 'disk'; found None")
+            raise ValueError("offload.folder: expected a folder for state on 'disk'; found None")
         if self.step_on not in (DEVICE, HOST):
             raise ValueError(
                 f"offload.step_on: expected one of {(DEVICE, HOST)}; found {self.step_on!r}"
             )
-        homes = "since the host sees weights and gradients at their homes"
+        homes = "since the host could read weights and gradients before a step has ended"
         beside = {"optimizer_state": HOST, "main_weights": DEVICE, "gradients": DEVICE}
         for applies, expected, why in (
             (self.overlap_forward, beside, f" with overlap_forward, {homes}"),

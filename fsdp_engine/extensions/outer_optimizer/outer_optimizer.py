@@ -208,8 +208,8 @@ class OuterOptimizer(EngineExtension):
             if digest != digests[0]:
                 raise ValueError(
                     "extensions: expected the same model, mp_policy, options and extensions in all "
-                    "replicas of OuterOptimizer; found others on rank "
-                    f"{whole.ranks[rank]} than on rank {whole.ranks[0]}"
+                    "replicas of OuterOptimizer; found different ones on ranks "
+                    f"{whole.ranks[0]} and {whole.ranks[rank]}"
                 )
 
     def start(self, engine: Engine) -> None:

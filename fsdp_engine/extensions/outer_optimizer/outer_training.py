@@ -304,9 +304,9 @@ class OuterTraining(GradientObserver):
                 which = f"of parameters such as {fragment.names[0]}"
                 if one[0] != other[0]:
                     raise ValueError(
-                        f"{what}: expected the same outer weights in all replicas; found other "
-                        f"values in replica {replica} than in replica 0 {which}. Build the model "
-                        "with the same seed in all replicas, or load the same weights"
+                        f"{what}: expected the same outer weights in all replicas; found different "
+                        f"values in replicas 0 and {replica} {which}. Build the model with the "
+                        "same seed in all replicas, or load the same weights"
                     )
                 if one[1] != other[1]:
                     raise ValueError(

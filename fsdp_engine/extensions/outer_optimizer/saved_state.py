@@ -90,8 +90,8 @@ def check_state(state: Mapping[str, Any], fragments: Sequence[Fragment]) -> None
             for key in ("exchanged_at", "due", "kind", "group"):
                 if rows[name][key] != row[key]:
                     raise ValueError(
-                        f"{_WHAT}: expected one {key} of the parameters of a fragment; found "
-                        f"{row[key]} of {names[0]} and {rows[name][key]} of {name}. Load it with "
+                        f"{_WHAT}: expected the same {key} for all parameters of a fragment; found "
+                        f"{row[key]} for {names[0]} and {rows[name][key]} for {name}. Load it with "
                         "the fragments of the run that saved it"
                     )
         own_kind = type(fragment.optimizer).__name__
@@ -121,8 +121,8 @@ def _check_values(key: str, found: Mapping[str, Any], targets: Mapping[str, Tens
     for name, value in found.items():
         if isinstance(value, Tensor) or value != first:
             raise ValueError(
-                f"{_WHAT}: expected one {key} of the parameters of a fragment; found {first} of "
-                f"{first_name} and {value} of {name}"
+                f"{_WHAT}: expected the same {key} for all parameters of a fragment; found "
+                f"{first} for {first_name} and {value} for {name}"
             )
 
 

@@ -51,9 +51,9 @@ class AssignedValues:
                 if id(param) in names:
                     raise RuntimeError(
                         f"{names[id(param)]}: expected an optimizer of the model's parameters; "
-                        f"found one of the tensor that was assigned to it, whose values the "
-                        "sharded parameter has taken. Build the optimizer from "
-                        "model.parameters() after the assignment"
+                        f"found one of the tensor that was assigned to the parameter, which only "
+                        "copied its values. Build the optimizer from model.parameters() after the "
+                        "assignment"
                     )
 
     def _is_of_another(self, value: Tensor, sharded: Tensor) -> bool:

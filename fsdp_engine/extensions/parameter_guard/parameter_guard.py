@@ -233,7 +233,7 @@ class AssignmentGuard(ParameterGuard):
 def _unknown(name: str) -> ValueError:
     return ValueError(
         f"{name}: expected the parameters that the model had when it was sharded; found a new one, "
-        "which would be trained on each rank for itself and not be saved. Add parameters and "
+        "which would be trained on each rank for itself and would not be saved. Add parameters and "
         "modules (adapters, a new head) before shard()"
     )
 
@@ -283,8 +283,8 @@ class _Unreplicated:
     def __iter__(self) -> Iterator[str]:
         raise RuntimeError(
             "DistributedDataParallel: expected a model that is not sharded; found a sharded "
-            "one, which reduces its gradients. Call the model itself; replicas are the "
-            'engine\'s, too: strategy="no_shard", or an outer axis (mesh=(2, 4))'
+            "one, which reduces its gradients. Call the model itself; for replicas use "
+            'strategy="no_shard", or an outer axis (mesh=(2, 4))'
         )
 
 
@@ -297,8 +297,8 @@ def refuse_replicas(model: nn.Module) -> None:
 def _refuse_deepcopy(memo: Any) -> Any:
     raise RuntimeError(
         "deepcopy: expected a model that is not sharded; found a sharded one. "
-        "Copy it before shard(), and shard the copy in the same way (AveragedModel, too); for an "
-        "average of the weights use fe.EMA(engine)"
+        "Copy it before shard(), and shard the copy in the same way (also for AveragedModel); for "
+        "an average of the weights use fe.EMA(engine)"
     )
 
 
@@ -306,5 +306,5 @@ def _refuse_pickle(protocol: Any) -> Any:
     raise RuntimeError(
         "copy, pickle: expected a model that is not sharded; found a sharded one. "
         "Save engine.full_state_dict(), or a checkpoint (fe.save_checkpoint), and load it into "
-        "a model that is built anew"
+        "a new model"
     )

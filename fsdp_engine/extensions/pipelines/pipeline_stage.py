@@ -262,8 +262,8 @@ def _check_nothing_is_sharded(module: nn.Module) -> None:
     if name is not None:
         raise ValueError(
             "submodule: expected the module that was passed to shard(), or one without sharded "
-            f"parameters; found a {type(module).__name__}, of which {name} was sharded as "
-            "a part of another module, or by itself"
+            f"parameters; found a {type(module).__name__}, of which {name} was sharded "
+            "separately, or as a part of another module"
         )
 
 

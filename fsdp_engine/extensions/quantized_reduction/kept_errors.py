@@ -1,9 +1,9 @@
 """The errors of quantized reductions in checkpoints.
 
 A rank's errors belong to its part of the buffers, so they cannot be loaded with another number of
-ranks or at another level. Training needs only their sum over ranks: the amount that the messages so
-far lack. ``state_dict`` computes this sum, in the layout of main weights. After ``load_state_dict``
-the owner of each element adds it to the next sum of gradients, once.
+ranks or at another level. Training needs only their sum over ranks: the amount that previous
+messages have left out. ``state_dict`` computes this sum, in the layout of main weights. After
+``load_state_dict`` the owner of each element adds it to the next sum of gradients, once.
 
     errors of ranks --sum along the inner axis--> --sum along the outer axis--> main shard
 """

@@ -16,8 +16,8 @@ A rank that raises while others wait for it can leave them a reason (``give_reas
 then fail with that error.
 
 Each rank records the lines that begin its forwards. If another rank began one of them at another
-line, the error names both: a forward that one rank runs alone is often answered by a later forward
-of the other ranks, so that the first wait that fails is far from the cause.
+line, the error names both lines. If only one rank runs a forward, it is often matched with a later
+forward of the other ranks, and the first wait that fails is then far from the cause.
 
 The same thread logs waits of the host, and operations on a device's stream, that take longer than
 ``activity.PATIENCE_SECONDS``, with the missing ranks. This is long before the timeout of the
@@ -452,8 +452,8 @@ def _place_of(what: str, rank: int, state: dict[str, Any], number: int) -> str |
         if _has_ended(state):
             return f"rank {rank} has ended ({process} is gone)"
         return (
-            f"rank {rank} does not answer ({process}): it has ended, is stopped, out of reach, or "
-            "trains on"
+            f"rank {rank} does not answer ({process}): it has ended, is stopped, cannot be "
+            "reached, or is still training"
         )
     if what in (state["waits"], state["failed"]):
         return None

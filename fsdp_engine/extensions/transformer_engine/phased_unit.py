@@ -89,9 +89,9 @@ class PhasedUnit(Unit):
         """
         if self.split_weights:
             raise RuntimeError(
-                f"backward with create_graph=True through unit {self.label}: expected weights that "
-                "are one for forward and backward, to be kept until the second backward; found "
-                "weights of two encodings. Use level optim_grads"
+                f"backward with create_graph=True through unit {self.label}: expected weights with "
+                "one encoding for forward and backward, which can be kept until the second "
+                "backward; found weights with two encodings. Use level optim_grads"
             )
         super().keep_recorded()
 

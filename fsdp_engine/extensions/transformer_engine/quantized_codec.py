@@ -13,7 +13,7 @@ gathered.
     current    Float8Tensor            _data               1
     block      Float8BlockwiseQTensor  _rowwise_data       1 for each 128 x 128
     mxfp8      MXFP8Tensor             _rowwise_data,      1 (e8m0) for each 1 x 32; and for each
-                                       _columnwise_data    32 x 1 in an encoding of its own
+                                       _columnwise_data    32 x 1 in a separate encoding
 
 Backward uses columnwise data. For MXFP8 that is the second encoding ([Note: Encodings] in
 ``quantized_weights.py``), encoded from the main weights. For the other recipes it is a transpose

@@ -13,10 +13,11 @@ parameters with the hyperparameters of a group and the number of dims of its par
 
 Equal means equal up to rounding. The trial compares the changes of the parameters over some steps
 and the numbers that the steps store in groups, attributes and state, because some optimizers
-(Prodigy, SWATS) compute sums from the first step on but use them much later. State in objects or of
-another shape than the parameter's means that the step needs the tensor, for the same reason. A step
-that raises for slices needs the tensor. A step that never changes anything is assumed to need all
-tensors. If a step requires a closure, the closure returns a linear loss with the trial's gradients.
+(Prodigy, SWATS) compute sums from the first step on but use them much later. For the same reason, a
+step needs the tensor if its state has objects, or tensors of another shape than the parameter's. A
+step that raises for slices needs the tensor. A step that never changes anything is assumed to need
+all tensors. If a step requires a closure, the closure returns a linear loss with the trial's
+gradients.
 
 The scale of gradients differs between the slices and between steps, so that sums over a slice
 (norms, means, factored moments, Gram matrices) do not agree with sums over the tensor by chance.

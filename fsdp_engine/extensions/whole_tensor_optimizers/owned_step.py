@@ -519,7 +519,7 @@ class OwnedStep(ChunkedStep):
                 raise error
             raise RuntimeError(
                 f"{type(optimizer).__name__}: expected its step to succeed on the owners of all "
-                "parameters; found that it raised on another rank, which says why"
+                "parameters; found that it raised on another rank. See the output of that rank"
             )
         self._last = self._without_parameters(optimizer, self._dummies())
         return (self._last, *arguments), kwargs

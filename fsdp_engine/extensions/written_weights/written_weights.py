@@ -33,7 +33,7 @@ from fsdp_engine.memory import allocator
 from fsdp_engine.runtime.parameter_watch import ModelWatch, UnitWatch
 
 _version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
-_WHAT = "weights that a module wrote in forward, on every rank the same"
+_WHAT = "weights that a module wrote in forward"
 
 
 class Comparisons:

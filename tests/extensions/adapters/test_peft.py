@@ -213,6 +213,22 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+@pytest.mark.parametrize("method", [peft.LoHaConfig, peft.LoKrConfig])
+@on_ranks(1)
+def test_an_adapter_of_another_scale_is_refused(method: Any) -> None:
+    folder = shared_folder()
+
+    def make(alpha: int) -> peft.PeftModel:
+        config = method(r=4, alpha=alpha, target_modules=["q_proj"])
+        model: Any = peft.get_peft_model(llama(), config)
+        return model
+
+    make(16).save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"expected alpha of the model's adapter.*, 8; found 16"):
+        fe.load_pretrained(fe.shard(make(8)), folder)
+    fe.load_pretrained(fe.shard(make(16)), folder)
+
+
 def classifier(*, meta: bool) -> peft.PeftModel:
     """Over a base model that has another head."""
     torch.manual_seed(7)
@@ -302,7 +318,7 @@ def test_replicas_that_are_seeded_differently_draw_the_same_adapters() -> None:
 def test_adapters_that_begin_from_the_base_are_refused_on_the_meta_device() -> None:
     base: Any = llama(meta=True)
     model = peft.get_peft_model(base, peft.LoHaConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="expected an adapter with random initialization"):
+    with pytest.raises(ValueError, match="whose initial values are random"):
         fe.shard(model)
 
 

@@ -161,6 +161,25 @@ def test_frozen_weights_have_no_average_and_buffers_have_one_on_request() -> Non
     torch.testing.assert_close(mean, current, rtol=0, atol=0)
 
 
+@on_ranks(1)
+def test_averages_of_buffers_in_16_bits_approach_the_buffers() -> None:
+    model = nn.BatchNorm1d(DIM).to(BF16)
+    mean = model.running_mean
+    assert mean is not None
+    ema = fe.EMA(fe.shard(model), 0.99, average_buffers=True)
+    expected = torch.zeros(DIM)
+    for _ in range(300):
+        mean.copy_(torch.ones(DIM))
+        ema.update()
+        expected.lerp_(torch.ones(DIM), 0.01)
+    with ema.swapped():
+        assert torch.equal(mean, expected.to(BF16))
+        mean[0] = 3.0
+    torch.testing.assert_close(ema.state_dict()["buffers"]["running_mean"][1:], expected[1:])
+    assert ema.state_dict()["buffers"]["running_mean"][0] == 3
+    assert torch.equal(mean, torch.ones(DIM, dtype=BF16))
+
+
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

@@ -172,7 +172,7 @@ def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place)
             with torch.no_grad():
                 model.state_dict()[name].flatten()[0] += dist.get_rank() == 1
             before = dict(model.named_parameters())
-            message = f"{name}: expected the same.*rank 1 than on.*rank0"
+            message = f"{name}: expected the same.*ranks 0 and 1.*rank0"
             with pytest.raises(ValueError, match=message):
                 place.shard(model)
             assert all(p is before[name] for name, p in model.named_parameters())
@@ -309,7 +309,7 @@ def test_experts_are_compared_among_the_ranks_that_share_them() -> None:
         for parameter in model[2].parameters():
             parameter.allreduce = False  # type: ignore[attr-defined]
         if case == "differs":
-            with pytest.raises(ValueError, match=r"2.bias: .* rank 3 than on rank 2"):
+            with pytest.raises(ValueError, match=r"2.bias: .* ranks 2 and 3"):
                 fe.shard(model, expert_mesh=grid["data"])
             continue
         fe.shard(model, expert_mesh=grid["data"])

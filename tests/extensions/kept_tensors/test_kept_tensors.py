@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections import deque
 from typing import Any
 
 import pytest
@@ -41,6 +42,18 @@ def test_a_unit_that_keeps_tensors_where_they_are_not_found_stays_full(place: Pl
             continue
         with pytest.warns(UserWarning, match=r"unit blocks\.1: expected tensors that it computes"):
             keeping.check(place, model, loss)
+
+
+@pytest.mark.parametrize("container", [deque, set])
+@on_ranks(2)
+def test_tensors_that_units_keep_in_a_queue_or_a_set_have_their_gradients(container: Any) -> None:
+    def run(block: Any, x: Tensor) -> Tensor:
+        hidden = block.hidden(x)
+        block.kept = container([hidden])
+        return x + block.leave(hidden)
+
+    for loss in keeping.LOSSES:
+        keeping.check(keeping.LEVEL_3, keeping.Net(run), loss)
 
 
 OPTIONS: list[dict[str, Any]] = [

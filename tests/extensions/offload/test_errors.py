@@ -34,7 +34,7 @@ HOST_BUT_GRADIENTS = {**HOST, "gradients": "device", "step_on": "host"}
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"optimizer_state": "gpu"}, "optimizer_state: expected one of"),
     ({"main_weights": "cpu"}, "main_weights: expected one of .*; found 'cpu'"),
-    ({"optimizer_state": "disk"}, "folder: expected one for 'disk'"),
+    ({"optimizer_state": "disk"}, "folder: expected a folder for state on 'disk'"),
     ({"step_on": "disk"}, "step_on: expected one of"),
     (HOST_BUT_GRADIENTS, "gradients: expected 'host', since optimizers"),
     ({**DISK, "folder": "/", "step_on": "host"}, "optimizer_state: expected 'host', since optimi"),

@@ -117,6 +117,6 @@ def test_fsdp2s_offload_needs_sharded_parameters() -> None:
     linear = nn.Linear(4, 4).to(on.NAME)
     mesh = dist.init_device_mesh(on.NAME, (2,))
     policy = fsdp.CPUOffloadPolicy()
-    with pytest.raises(ValueError, match=r"offload.main_weights: .*of Linear that are no part"):
+    with pytest.raises(ValueError, match=r"offload.main_weights: .*of Linear that are not part"):
         fsdp2.fully_shard(linear, mesh=mesh, offload_policy=policy, strategy="optim_grads")
     assert type(linear) is nn.Linear

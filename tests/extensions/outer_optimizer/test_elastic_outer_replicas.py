@@ -239,7 +239,7 @@ def test_replicas_with_other_arguments_refuse_each_other() -> None:
         (refused,) = filter(None, found)
         assert "state of a living replica: expected " in refused
         assert "found outer optimizer: " in refused
-    with pytest.raises(ValueError, match="every: expected at least 1; found 0"):
+    with pytest.raises(ValueError, match="every: expected an integer of at least 1; found 0"):
         ElasticOuterReplicas(
             replica._engine, replica._optimizer, every=0, lighthouse="http://localhost:1"
         )

@@ -274,9 +274,9 @@ def test_replicas_that_start_with_other_weights_are_an_error_on_all_ranks() -> N
 
     with torch.no_grad():
         scale(2)
-        with pytest.raises(ValueError, match=r"same outer weights.*replica 1.*blocks\."):
+        with pytest.raises(ValueError, match=r"same outer weights.*replicas 0 and 1.*blocks\."):
             run.outer.synchronize(run.engine)
-    with pytest.raises(ValueError, match=r"same outer weights.*replica 1.*blocks\."):
+    with pytest.raises(ValueError, match=r"same outer weights.*replicas 0 and 1.*blocks\."):
         run.train(1)
     run.engine.reset()
     with torch.no_grad():
@@ -336,7 +336,7 @@ def test_what_has_no_meaning_is_refused_on_all_ranks(case: str) -> None:
 def test_replicas_must_have_one_model_and_all_have_the_extension() -> None:
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(3, 3 + rank))
-    with pytest.raises(ValueError, match=r"same model.*found others on rank 1 than on rank 0"):
+    with pytest.raises(ValueError, match=r"same model.*found different ones on ranks 0 and 1"):
         fe.shard(model, (2, 1), extensions=[fe.OuterOptimizer(every=3)])
     extensions = [fe.OuterOptimizer(every=3)] if rank else []
     with pytest.raises(ValueError, match="OuterOptimizer"):
