@@ -46,8 +46,8 @@ class Reference:
 
     Attributes:
         key: The name of the tensor's entry, without the section.
-        param: The name of the parameter that is sharded like the tensor; "" if the engine has no
-            such parameter.
+        param: The name of the parameter that is sharded like the tensor; "" if there is none in the
+            engine.
         shape: The shape of the full tensor.
         requires_grad: Whether the tensor required grad.
         placement: The placement of the saved slice, if ``param`` is "".
@@ -139,7 +139,8 @@ class ExtraTensors:
         if type(tensor.local) is not Tensor:
             raise ValueError(
                 f"{EXTRA}: expected slices that are plain tensors; found {name}, whose slice is a "
-                f"{type(tensor.local).__name__}. An optimizer: call fe.shard_optimizer(optimizer)"
+                f"{type(tensor.local).__name__}. For an optimizer, call "
+                "fe.shard_optimizer(optimizer)"
             )
         if param is None and flat.device_mesh.size() != self._num_ranks:
             raise ValueError(
@@ -208,9 +209,9 @@ def check_same_tensors(
             for line in one:
                 if line not in other:
                     raise ValueError(
-                        f"{EXTRA}: expected the same sharded tensors on all ranks, of which each "
-                        f"saves its slice; found {line} on data-parallel rank {where[0]} and not "
-                        f"on rank {where[1]}"
+                        f"{EXTRA}: expected the same sharded tensors on all ranks, because each "
+                        f"rank saves its slice; found {line} on data-parallel rank {where[0]} and "
+                        f"not on rank {where[1]}"
                     )
 
 

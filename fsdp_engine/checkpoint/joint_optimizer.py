@@ -60,10 +60,10 @@ class JointOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         params = [id(param) for group in self._groups() for param in group["params"]]
-        if len(set(params)) < len(params):
+        if (num_shared := len(params) - len(set(params))) > 0:
             raise ValueError(
-                "optimizers: expected each parameter in one of them, to save them; found some in "
-                "several"
+                "optimizers: expected each parameter in one optimizer only; found "
+                f"{num_shared} parameters in several optimizers"
             )
         self.param_groups = self._groups()
         self.state = _States(self.optimizers)  # type: ignore[assignment]
@@ -111,7 +111,10 @@ class JointOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Raise TypeError, because the joined optimizers step, not this one."""
-        raise TypeError("JointOptimizer: expected its optimizers to step; found a step of its own")
+        raise TypeError(
+            "JointOptimizer: expected calls of step() of each of its optimizers; found a call of "
+            "its own step()"
+        )
 
     def _numbered(self) -> Iterator[tuple[Optimizer, int]]:
         """Yield each optimizer, and the number of its first parameter."""

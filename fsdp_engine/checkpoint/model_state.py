@@ -110,9 +110,9 @@ def check_at_rest(engine: ShardedModel) -> None:
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
             if any(module._parameters.get(name) is not param for module, name in record.holders):
                 raise RuntimeError(
-                    f"checkpoint: expected {record.name} to hold its sharded parameter; found "
-                    "another (within a forward, a backward or engine.unsharded(); after an "
-                    "exception, call engine.reset())"
+                    f"checkpoint: expected the sharded parameter as {record.name}; found another. "
+                    "Call this outside forwards, backwards and engine.unsharded(); after an "
+                    "exception, call engine.reset() first"
                 )
 
 
@@ -124,8 +124,9 @@ def _check_expert_buffers(engine: ShardedModel) -> None:
             is_saved = value is not None and attribute not in module._non_persistent_buffers_set
             if is_saved and f"{name}.".startswith(layers):
                 raise ValueError(
-                    f"checkpoint: expected experts without buffers that are saved; found "
-                    f"{name}.{attribute}, of which ranks hold different ones under one name"
+                    f"checkpoint: expected experts without persistent buffers; found "
+                    f"{name}.{attribute}, which is a different buffer on each rank. Register it "
+                    "with persistent=False"
                 )
 
 

@@ -93,7 +93,7 @@ class Pieces:
         self.dtype = dtype
         self.boxes = tuple(box for box in boxes if box is not None)
         if len(self.boxes) > MOST_BOXES:
-            raise ValueError(f"expected at most {MOST_BOXES} pieces; found {len(self.boxes)}")
+            raise ValueError(f"expected at most {MOST_BOXES} boxes; found {len(self.boxes)}")
 
     @classmethod
     def of(cls, stored: Any, shape: Sequence[int], dtype: torch.dtype) -> Pieces:
@@ -139,7 +139,7 @@ class Pieces:
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - low) for low in range(0, whole, sizes)]
         if sum(sizes) != whole:
-            raise ValueError(f"split: expected sizes that make up {whole}; found {list(sizes)}")
+            raise ValueError(f"split: expected sizes with the sum {whole}; found {list(sizes)}")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return tuple(
             self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)
@@ -278,8 +278,8 @@ def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
     for each in pieces:
         if _drop(each.shape, dim) != _drop(first.shape, dim) or each.dtype != first.dtype:
             raise ValueError(
-                f"cat: expected shapes like {tuple(first.shape)} but for dim {dim}, and "
-                f"{first.dtype}; found {tuple(each.shape)}, {each.dtype}"
+                f"cat: expected shape {tuple(first.shape)} except along dim {dim}, and "
+                f"{first.dtype}; found shape {tuple(each.shape)}, {each.dtype}"
             )
         boxes += [box.moved(dim, box.at[dim] + at) for box in each.boxes]
         at += each.shape[dim]

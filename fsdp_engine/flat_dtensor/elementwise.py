@@ -212,9 +212,7 @@ def scalar(
         ValueError: The operand has more elements, would add dims to the result, or requires grad.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
-        why = (
-            "would give a plain tensor the gradient of this slice only (torch.no_grad() gives none)"
-        )
+        why = "would give a plain tensor the gradient of this slice only (use torch.no_grad())"
         raise refusal(cls, func, flat, why)
     if (takes_slices or is_inplace(func)) and tensor.ndim:
         part = slice_of(_full(tensor), flat)

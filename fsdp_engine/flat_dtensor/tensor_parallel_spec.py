@@ -168,10 +168,11 @@ class TensorParallelSpec:
             RuntimeError: The gradient is not a DTensor over ``mesh``.
         """
         if not isinstance(grad, DTensor) or grad.device_mesh != self.mesh:
-            found = f"one over {grad.device_mesh}" if isinstance(grad, DTensor) else "a plain one"
+            is_dtensor = isinstance(grad, DTensor)
+            found = f"one over {grad.device_mesh}" if is_dtensor else "a plain tensor"
             raise RuntimeError(
-                f"backward: expected for {name} a gradient that is a DTensor over {self.mesh}, as "
-                f"the parameter is; found {found}"
+                f"backward: expected a gradient of {name} that is a DTensor over {self.mesh}, like "
+                f"the parameter; found {found}"
             )
         with torch.no_grad():
             if tuple(grad.placements) != self.placements:

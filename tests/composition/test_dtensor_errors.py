@@ -113,6 +113,6 @@ class Odd(nn.Module):
 def test_a_gradient_that_is_no_dtensor() -> None:
     mesh = two_by_two()
     engine = fe.shard(Odd(mesh["tp"]), mesh["dp"])
-    expected = "backward: expected for weight a gradient that is a DTensor"
+    expected = "backward: expected a gradient of weight that is a DTensor"
     with pytest.raises(RuntimeError, match=expected):
         engine.model(torch.ones(1, requires_grad=True)).sum().backward()

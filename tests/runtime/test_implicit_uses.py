@@ -197,7 +197,7 @@ def test_the_cost_of_a_call_from_outside_is_said_once_for_each_unit(name: str) -
     assert len(said) == num_warnings
     for number, text in enumerate(said):
         assert f"unit blocks.{number}" in text
-        assert "stays full until the model's forward returns" in text
+        assert "stays unsharded until the model's forward returns" in text
 
 
 @on_ranks(2)

@@ -494,5 +494,5 @@ def test_the_user_says_what_is_whole() -> None:
     step = step_hook_of(sgd, OwnedStep)
     assert step is not None
     assert len(step.needs) == len(params)
-    with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
+    with pytest.raises(ValueError, match="whole: expected no patterns with elementwise=True"):
         fe.shard_optimizer(torch.optim.SGD(params), elementwise=True, whole=True)
