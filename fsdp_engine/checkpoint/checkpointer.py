@@ -44,6 +44,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed import is_initialized
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
@@ -98,11 +99,7 @@ class HostMemory:
                 self._block.bytes[start : start + local.nbytes].view(local.dtype).view(local.shape)
             )
             piece.copy_(local, non_blocking=True)
-            copies[key] = (
-                FlatDTensor.from_flat_local(piece, tensor.flat_placement)
-                if isinstance(tensor, FlatDTensor)
-                else piece
-            )
+            copies[key] = _with_placement_of(tensor, piece)
             start += _padded_bytes(tensor)
         copy_lanes.finish_compute(self._device)
         copied: dict[str, Any] = tree_map(
@@ -113,7 +110,19 @@ class HostMemory:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, FlatDTensor) else tensor.detach()
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _with_placement_of(tensor: Tensor, local: Tensor) -> Tensor:
+    """Returns the copy of a tensor, whose local values ``local`` may be on another device."""
+    if isinstance(tensor, FlatDTensor):
+        return FlatDTensor.from_flat_local(local, tensor.flat_placement)
+    if isinstance(tensor, DTensor):
+        # DTensor.from_local would copy the values to the device of the mesh.
+        return DTensor(local, tensor._spec, requires_grad=False)
+    return local
 
 
 def _padded_bytes(tensor: Tensor) -> int:

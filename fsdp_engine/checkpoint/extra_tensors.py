@@ -111,14 +111,14 @@ class ExtraTensors:
             ValueError: A sharded tensor cannot be saved; the message names it.
         """
         names = {id(tensor): name for name, tensor in _named_tensors(extra)}
-        unnamed = 0
+        taken, unnamed = set(names.values()), 0
 
         def reduce(tensor: DTensor) -> Any:
             nonlocal unnamed
             if id(tensor) in self._references:
                 return self._references[id(tensor)].__reduce__()
             name = names.get(id(tensor))
-            if name is None:
+            while name is None or (id(tensor) not in names and name in taken):
                 unnamed += 1
                 name = f"unnamed.{unnamed}"
             reference = self._references[id(tensor)] = self._add(name, tensor)
@@ -341,11 +341,15 @@ def _pickler(reduce: Callable[[Any], Any]) -> type[pickle.Pickler]:
 
 def _named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the sharded tensors in containers, each with a unique name."""
-    taken: dict[str, int] = {}
+    taken: set[str] = set()
     for path, tensor in _paths(value, (), set()):
-        name = ".".join(map(str, path))
-        taken[name] = number = taken.get(name, 0) + 1
-        yield (name if number == 1 else f"{name}#{number}"), tensor
+        first = name = ".".join(map(str, path))
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{first}#{number}"
+        taken.add(name)
+        yield name, tensor
 
 
 def _paths(

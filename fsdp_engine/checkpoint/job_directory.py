@@ -204,7 +204,7 @@ def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) ->
         elif Path(where).is_dir():
             found = f"none{directories_below(Path(where))}"
         else:
-            found = "no such folder"
+            found = "none: there is no such folder"
         which = "a complete checkpoint" if step == "latest" else f"the checkpoint of step {step}"
         raise FileNotFoundError(f"step: expected {which} in {where}; found {found}")
     return max(complete) if step == "latest" else step

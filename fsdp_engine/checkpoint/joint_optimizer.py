@@ -133,9 +133,11 @@ def join_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns the optimizers that :func:`join_optimizers` has joined, or a list of the given
-    one."""
-    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
+    """Returns the optimizers that :func:`join_optimizers` has joined, or a list of the given one.
+    Joint optimizers may contain joint optimizers."""
+    if not isinstance(optimizer, JointOptimizer):
+        return [optimizer]
+    return [single for each in optimizer.optimizers for single in single_optimizers(each)]
 
 
 _SCALER = "grad_scaler"
@@ -183,10 +185,15 @@ def torch_optimizer(optimizer: Any) -> Any:
     optimizer, and several optimizers are joined to one.
 
     Raises:
-        ValueError: Two optimizers have the same parameter, or a Megatron-Core optimizer has fp32
-            copies of parameters or no torch optimizer.
+        ValueError: There is no optimizer in a list, two optimizers have the same parameter, or a
+            Megatron-Core optimizer has fp32 copies of parameters or no torch optimizer.
     """
     if isinstance(optimizer, list | tuple):
+        if not optimizer:
+            raise ValueError(
+                "optimizer: expected one optimizer or several, or None for weights alone; found an "
+                f"empty {type(optimizer).__name__}"
+            )
         return join_optimizers([torch_optimizer(each) for each in optimizer])
     if isinstance(optimizer, Optimizer) or not _is_megatron(optimizer):
         return optimizer

@@ -127,8 +127,19 @@ class Pieces:
     clone = contiguous
 
     def narrow(self, dim: int, start: int, length: int) -> Pieces:
-        """Take a range of a dim, as ``torch.narrow`` does."""
+        """Take a range of a dim, as ``torch.narrow`` does.
+
+        Raises:
+            ValueError: The range is not within the dim.
+        """
         dim %= self.ndim
+        size = self.shape[dim]
+        start += size if start < 0 else 0
+        if not 0 <= start <= start + length <= size:
+            raise ValueError(
+                f"narrow: expected a range within dim {dim} of size {size}; found "
+                f"[{start}, {start + length})"
+            )
         parts = (box.narrowed(dim, start, start + length) for box in self.boxes)
         moved = (box.moved(dim, box.at[dim] - start) for box in parts if box is not None)
         return Pieces(_put(self.shape, dim, length), self.dtype, moved)

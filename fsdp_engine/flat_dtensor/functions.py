@@ -198,6 +198,14 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             tensor.zeroed = True
 
 
+def _where(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Run ``where``. For a condition alone it returns the indices of the full tensor."""
+    if len(args) + len(kwargs) == 1:
+        (condition,) = (*args, *kwargs.values())
+        return torch.nonzero(condition, as_tuple=True)
+    return elementwise(cls, func, args, kwargs)
+
+
 def _gradient(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run ``Tensor.grad.__get__`` by the property of FlatDTensor."""
     return args[0].grad
@@ -230,6 +238,7 @@ _SPECIAL: dict[str, Handler] = {
     "zero_": _zero_,
     "_foreach_zero_": _foreach_zero_,
     "__setitem__": set_masked,
+    "where": _where,
 }
 # Names of functions by the module that implements them. It is imported at the first call.
 _LOADED_LATER = {

@@ -92,7 +92,7 @@ class FlatDTensor(DTensor):
                 f"{tuple(local.shape)}, strides {local.stride()}"
             )
         if local.requires_grad:
-            raise ValueError("local: expected requires_grad=False; found True")
+            raise ValueError("local: expected one that does not require grad; found one that does")
         return _with_requires_grad(cls._wrap(local, placement), requires_grad)
 
     @classmethod
@@ -302,7 +302,7 @@ class FlatDTensor(DTensor):
             if isinstance(value, FlatDTensor):
                 found = str(value._flat)
             raise TypeError(
-                f"grad: expected None or a FlatDTensor with the slice of the tensor, {self._flat}; "
+                f"grad: expected None or a FlatDTensor of the slice of this tensor, {self._flat}; "
                 f"found {found}"
             )
         with _NoTorchFunction():

@@ -101,7 +101,7 @@ def shard_optimizer(
         ``optimizer`` itself.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or ``whole`` is a string.
         ValueError: ``optimizer`` has ``differentiable=True``; a trial step failed; a parameter that
             needs a step of the full tensor is a DTensor over other mesh dimensions; a shard
             boundary is inside a block of quantised state; or the state cannot be kept in the memory
@@ -111,6 +111,8 @@ def shard_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
+    if isinstance(whole, str):
+        raise TypeError(f"whole: expected a list of patterns or a bool; found {whole!r}")
     if elementwise and whole:
         raise ValueError(
             f"whole: expected no patterns with elementwise=True, for {name}; found {whole!r}"

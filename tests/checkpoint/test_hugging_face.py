@@ -434,7 +434,7 @@ def test_a_damaged_file_or_folder_is_named_and_changes_nothing() -> None:
     refuse("found a file", place=str(index), kind=NotADirectoryError)
     whole = index.read_text()
     with_z = json.dumps({"weight_map": {**json.loads(whole)["weight_map"], "z": names[0]}})
-    no_names = "expected a weight_map from tensors to names of files"
+    no_names = "expected a weight_map from tensors to files"
     for text, expected in {
         **dict.fromkeys(("", "[]", "{}", '{"weight_map": []}'), "expected JSON with a weight_map"),
         '{"weight_map": {}}': no_names,
