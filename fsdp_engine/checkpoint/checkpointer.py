@@ -112,7 +112,7 @@ class HostMemory:
 def _local(tensor: Tensor) -> Tensor:
     if isinstance(tensor, FlatDTensor):
         return tensor.local
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _with_placement_of(tensor: Tensor, local: Tensor) -> Tensor:

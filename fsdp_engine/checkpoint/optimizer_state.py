@@ -123,8 +123,8 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
                 value = member.as_saved(value)
             elif isinstance(value, FlatDTensor) and member.is_of_experts:
                 raise ValueError(
-                    f"optimizer: expected state in the shape of {member.name}, an expert's "
-                    f"parameter; found {key!r} of shape {tuple(value.shape)}"
+                    f"optimizer: expected state of {member.name}, an expert's parameter, in the "
+                    f"parameter's shape; found {key!r} of shape {tuple(value.shape)}"
                 )
             if is_first or isinstance(value, Tensor):
                 states.setdefault(member.name, {})[key] = value

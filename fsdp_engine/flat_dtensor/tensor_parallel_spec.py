@@ -168,8 +168,9 @@ class TensorParallelSpec:
             RuntimeError: The gradient is not a DTensor over ``mesh``.
         """
         if not isinstance(grad, DTensor) or grad.device_mesh != self.mesh:
-            is_dtensor = isinstance(grad, DTensor)
-            found = f"one over {grad.device_mesh}" if is_dtensor else "a plain tensor"
+            found = "a plain tensor"
+            if isinstance(grad, DTensor):
+                found = f"one over {grad.device_mesh}"
             raise RuntimeError(
                 f"backward: expected a gradient of {name} that is a DTensor over {self.mesh}, like "
                 f"the parameter; found {found}"

@@ -53,7 +53,7 @@ def test_dtensors_that_cannot_be_sharded() -> None:
         (model, tp, ("embedding.weight", "overlapping")),
         (model, mesh_of((4,), ("all",)), ("embedding.weight",)),
         (model, data, ("embedding.weight", "names")),
-        (on_cuda, dp, ("norm.weight", "one on cuda")),
+        (on_cuda, dp, ("norm.weight", "found a DTensor on cuda")),
         (partial, dp, ("norm.weight", "Partial")),
         (tied, dp, ("embedding.weight", "head.weight", "same elements")),
     ]
