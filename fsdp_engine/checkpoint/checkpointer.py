@@ -44,6 +44,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed import is_initialized
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
@@ -98,11 +99,7 @@ class HostMemory:
                 self._block.bytes[start : start + local.nbytes].view(local.dtype).view(local.shape)
             )
             piece.copy_(local, non_blocking=True)
-            copies[key] = (
-                FlatDTensor.from_flat_local(piece, tensor.flat_placement)
-                if isinstance(tensor, FlatDTensor)
-                else piece
-            )
+            copies[key] = _with_placement_of(tensor, piece)
             start += _padded_bytes(tensor)
         copy_lanes.finish_compute(self._device)
         copied: dict[str, Any] = tree_map(
@@ -113,7 +110,19 @@ class HostMemory:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, FlatDTensor) else tensor.detach()
+    if isinstance(tensor, FlatDTensor):
+        return tensor.local
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _with_placement_of(tensor: Tensor, local: Tensor) -> Tensor:
+    """Returns the copy of a tensor, whose local values ``local`` may be on another device."""
+    if isinstance(tensor, FlatDTensor):
+        return FlatDTensor.from_flat_local(local, tensor.flat_placement)
+    if isinstance(tensor, DTensor):
+        # DTensor.from_local would copy the values to the device of the mesh.
+        return DTensor(local, tensor._spec, requires_grad=False)
+    return local
 
 
 def _padded_bytes(tensor: Tensor) -> int:
@@ -161,7 +170,7 @@ class Checkpointer:
         trainable_only: bool = False,
     ) -> None:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep: expected a number of at least 1, or None; found {keep!r}")
+            raise ValueError(f"keep: expected an int of at least 1, or None; found {keep!r}")
         self._run = Run(engine, optimizer, extra, trainable_only=trainable_only)
         self._ranks = self._run.ranks
         self._control = self._ranks.control_group
@@ -170,8 +179,8 @@ class Checkpointer:
         self._directory = self._directory_type(Path(directory), self._ranks, timeout)
         self._host_memory = HostMemory(self._ranks.device)
         self._save: _Save | None = None
-        # Checkpointers of different ranks are the same one if their paths are equal, or if their
-        # engines have equal numbers and they have equal numbers among the engine's checkpointers.
+        # Two ranks have called the same checkpointer if the paths are equal, or if the engines have
+        # the same number and the checkpointers have the same number within their engine.
         first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
         number = next(_NUMBERS.setdefault(first, itertools.count()))
         self._identity = ((first.number, number), str(directory))
@@ -326,7 +335,7 @@ class Checkpointer:
         error: Exception | None = None
         try:
             if not isinstance(step, int) or step < 0:
-                raise ValueError(f"step: expected a number of at least 0; found {step!r}")
+                raise ValueError(f"step: expected an int of at least 0; found {step!r}")
             entries = self._run.entries()
             self._directory.belongs_to(self._run.place)
             staging = self._directory.begin()
@@ -369,7 +378,7 @@ class Checkpointer:
             )
             raise ValueError(
                 f"{what}: expected all ranks to call the same checkpointer; found {found}. If "
-                "ranks decide by a value of their own, such as a loss, all-reduce it before"
+                "each rank chooses by its own value, such as a loss, all-reduce this value first"
             )
 
     def _write(self, save: _Save) -> None:
@@ -380,7 +389,10 @@ class Checkpointer:
                 alone, and publish an incomplete checkpoint.
         """
         if self._control is not None and not is_initialized():
-            raise RuntimeError("the process group was destroyed before the save was complete")
+            raise RuntimeError(
+                f"save({save.step}): expected the process group until the save is complete; found "
+                "that it was destroyed. Call wait() before destroy_process_group()"
+            )
         group = self._directory.host_group()
         write = partial(self._run.write, save.entries, save.staging, save.step, group)
         self._directory.write(write, save.staging, save.step)

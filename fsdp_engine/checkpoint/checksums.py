@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 BLOCK_BYTES = 1 << 18
 _SUM_BYTES = 4
 # Maximum number of blocks in the cache. Only partially read blocks are cached, such as those with
-# the directory of an archive.
+# the central directory of a zip archive.
 _CACHED_BLOCKS = 4
 
 
@@ -45,7 +45,7 @@ class FileSums:
         if len(self.sums) != num_blocks * _SUM_BYTES:
             raise ValueError(
                 f"sums: expected {_SUM_BYTES} bytes for each of {num_blocks} blocks; found "
-                f"{len(self.sums)}"
+                f"{len(self.sums)} bytes"
             )
 
     def of(self, number: int) -> int:
@@ -171,6 +171,6 @@ class CheckedFile(io.RawIOBase):
         expected, found = self._sums.of(number), crc32c(out)
         if found != expected:
             raise DamagedError(
-                f"{self.name}: expected bytes {start} to {start + len(out)} as they were written "
-                f"(CRC-32C {expected:08x}); found them damaged ({found:08x})"
+                f"{self.name}: expected CRC-32C {expected:08x} of bytes {start} to "
+                f"{start + len(out)}; found {found:08x}. The file is damaged"
             )

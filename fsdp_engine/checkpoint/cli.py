@@ -142,13 +142,13 @@ def _print_verdict(verdict: Verdict) -> None:
         typer.echo(f"ok {verdict.folder}: every byte is as it was written ({size})")
     else:
         typer.echo(
-            f"ok {verdict.folder}: all entries agree with the CRCs within them; there are no "
-            f"checksums of files, neither in manifest.json nor in .metadata ({size})"
+            f"ok {verdict.folder}: each entry has the CRC that is stored with it; neither "
+            f"manifest.json nor .metadata has checksums of files ({size})"
         )
     for line in verdict.damages:
         typer.echo(f"  {line}")
     if verdict.strays:
-        typer.echo(f"  not part of it: {tables.listed(verdict.strays)}")
+        typer.echo(f"  not part of the checkpoint: {tables.listed(verdict.strays)}")
 
 
 @app.command()

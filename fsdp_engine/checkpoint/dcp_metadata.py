@@ -156,7 +156,8 @@ def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetada
     for offsets, sizes in boxes:
         if len(offsets) != len(size) or len(sizes) != len(size):
             raise ValueError(
-                f"expected chunks of {key} with {len(size)} dims; found one at {offsets} of {sizes}"
+                f"chunks of {key}: expected {len(size)} dims; found a chunk with offsets {offsets} "
+                f"and sizes {sizes}"
             )
     whole = (0,) * len(size), tuple(size)
     if boxes == [whole]:
@@ -168,8 +169,8 @@ def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetada
     ]
     if len(dims) > _MAX_SHARDED_DIMS:
         raise ValueError(
-            f"expected {key} to be sharded along {_MAX_SHARDED_DIMS} dims at most; found "
-            f"{len(dims)}"
+            f"chunks of {key}: expected a tensor that is sharded along at most "
+            f"{_MAX_SHARDED_DIMS} dims; found {len(dims)}"
         )
     corners: Counter[tuple[int, ...]] = Counter()
     is_empty = 0 in size
@@ -184,8 +185,8 @@ def _check_cover(key: str, size: torch.Size, chunks: Sequence[ChunkStorageMetada
             corners[tuple(at for at, _ in corner)] += sign
     if any(corners.values()):
         raise ValueError(
-            f"expected chunks of {key} that hold each element of {tuple(size)} once; found "
-            f"{_shortened([f'{sizes} at {offsets}' for offsets, sizes in boxes])}"
+            f"chunks of {key}: expected each element of shape {tuple(size)} in one chunk; found "
+            f"chunks {_shortened([f'{sizes} at {offsets}' for offsets, sizes in boxes])}"
         )
 
 
@@ -199,7 +200,7 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]] | None:
         for part in _typed(path, f"planner_data of {key}", tuple, list):
             _typed(part, f"planner_data of {key}", str, int)
         if ".".join(map(str, path)) != key:
-            raise ValueError(f"expected planner_data with the path of {key}; found {path!r:.80}")
+            raise ValueError(f"planner_data of {key}: expected its path; found {path!r:.80}")
         found[key] = tuple(path)
     return found
 
@@ -220,7 +221,10 @@ def _places(
             None if number is None else _number(number, f"index of a chunk of {key}"),
         )
         if made in found:
-            raise ValueError(f"expected one place for each chunk of {key}; found two of {offset}")
+            raise ValueError(
+                f"storage_data: expected one location of each chunk of {key}; found two of the "
+                f"chunk at {offset}"
+            )
         found[made] = _place(key, place)
     for key, entry in entries.items():
         chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
@@ -228,14 +232,14 @@ def _places(
             offset = None if chunk is None else chunk.offsets
             if MetadataIndex(key, offset) not in found:
                 raise ValueError(
-                    f"expected a place in storage_data for {key}"
+                    f"storage_data: expected a location of {key}"
                     + (f" at {tuple(offset)}; found none" if offset is not None else "; found none")
                 )
     return found
 
 
 def _place(key: str, record: Any) -> _StorageInfo:
-    state = _state(record, "_StorageInfo", f"the place of {key}")
+    state = _state(record, "_StorageInfo", f"the location of {key}")
     transforms = state.get("transform_descriptors")
     if transforms is not None:
         where = f"transform_descriptors of {key}"
@@ -256,11 +260,13 @@ def _check_sums(found: Any) -> None:
     content = _mapping(found, SUMS)
     block_bytes = _number(content.get("block_bytes"), f"block_bytes of {SUMS}")
     if block_bytes == 0:
-        raise ValueError(f"expected block_bytes of {SUMS} above 0; found 0")
+        raise ValueError(f"block_bytes of {SUMS}: expected a number above 0; found 0")
     for name, each in _mapping(content.get("files"), f"files of {SUMS}").items():
         check_file_name(_typed(name, f"a file of {SUMS}", str), f"a file of {SUMS}")
         if len(_typed(each, f"sums of {name}", tuple)) != 2:
-            raise ValueError(f"expected size and sums of {name}; found {len(each)} values")
+            raise ValueError(
+                f"sums of {name}: expected a size and checksums; found {len(each)} values"
+            )
         num_bytes, sums = each
         _typed(sums, f"sums of {name}", bytes)
         FileSums(_number(num_bytes, f"bytes of {name}"), sums, block_bytes)
@@ -294,8 +300,8 @@ def _size(value: Any, where: str) -> torch.Size:
 def _number(value: Any, where: str) -> int:
     if not 0 <= _typed(value, where, int) <= _MAX_SIZE:
         bits = value.bit_length()  # Python does not print numbers with thousands of digits
-        found = value if bits <= 64 else f"one of {bits} bits"
-        raise ValueError(f"expected as {where} a number from 0 to 2**63 - 1; found {found}")
+        found = value if bits <= 64 else f"a number of {bits} bits"
+        raise ValueError(f"{where}: expected a number from 0 to 2**63 - 1; found {found}")
     return int(value)
 
 
@@ -308,7 +314,7 @@ def _typed(value: Any, where: str, *kinds: type) -> Any:
 
 def _unexpected(where: str, expected: str, value: Any) -> ValueError:
     found = value.kind if isinstance(value, Record) else type(value).__name__
-    return ValueError(f"expected as {where} {expected}; found an object of type {found}")
+    return ValueError(f"{where}: expected {expected}; found an object of type {found}")
 
 
 def _shortened(texts: Iterable[str]) -> str:

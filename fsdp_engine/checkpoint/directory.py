@@ -211,10 +211,10 @@ class CheckpointDirectory:
             if not isinstance(error, BlockingIOError):
                 raise
             if owner == _this_process():
-                owner = "another checkpointer of this process, which has to be closed first,"
+                owner = "another checkpointer of this process. Close that one first"
             raise RuntimeError(
-                f"directory: expected no other job to save into {self.path}; found that "
-                f"{owner or 'another process'} does"
+                f"directory: expected no other job to save into {self.path}; found it locked by "
+                f"{owner or 'another process'}"
             ) from error
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{_this_process()}\n".encode(), 0)

@@ -136,7 +136,7 @@ def checkpoint_sources(
         raise ValueError(
             f"checkpoint {folder}: expected all parameters of a model; found only those that were "
             "trainable, since it was saved with trainable_only=True. Load it into the model, and "
-            "save that (adapters: fe.save_pretrained)"
+            "export the model (adapters: fe.save_pretrained)"
         )
     reader = Reader(folder, metadata, buffer_bytes)
     buffer = ReadBuffer(buffer_bytes)

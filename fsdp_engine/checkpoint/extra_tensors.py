@@ -46,8 +46,8 @@ class Reference:
 
     Attributes:
         key: The name of the tensor's entry, without the section.
-        param: The name of the parameter that is sharded like the tensor; "" if the engine has no
-            such parameter.
+        param: The name of the parameter that is sharded like the tensor; "" if there is none in the
+            engine.
         shape: The shape of the full tensor.
         requires_grad: Whether the tensor required grad.
         placement: The placement of the saved slice, if ``param`` is "".
@@ -111,14 +111,14 @@ class ExtraTensors:
             ValueError: A sharded tensor cannot be saved; the message names it.
         """
         names = {id(tensor): name for name, tensor in _named_tensors(extra)}
-        unnamed = 0
+        taken, unnamed = set(names.values()), 0
 
         def reduce(tensor: DTensor) -> Any:
             nonlocal unnamed
             if id(tensor) in self._references:
                 return self._references[id(tensor)].__reduce__()
             name = names.get(id(tensor))
-            if name is None:
+            while name is None or (id(tensor) not in names and name in taken):
                 unnamed += 1
                 name = f"unnamed.{unnamed}"
             reference = self._references[id(tensor)] = self._add(name, tensor)
@@ -139,7 +139,8 @@ class ExtraTensors:
         if type(tensor.local) is not Tensor:
             raise ValueError(
                 f"{EXTRA}: expected slices that are plain tensors; found {name}, whose slice is a "
-                f"{type(tensor.local).__name__}. An optimizer: call fe.shard_optimizer(optimizer)"
+                f"{type(tensor.local).__name__}. For an optimizer, call "
+                "fe.shard_optimizer(optimizer)"
             )
         if param is None and flat.device_mesh.size() != self._num_ranks:
             raise ValueError(
@@ -208,9 +209,9 @@ def check_same_tensors(
             for line in one:
                 if line not in other:
                     raise ValueError(
-                        f"{EXTRA}: expected the same sharded tensors on all ranks, of which each "
-                        f"saves its slice; found {line} on data-parallel rank {where[0]} and not "
-                        f"on rank {where[1]}"
+                        f"{EXTRA}: expected the same sharded tensors on all ranks, because each "
+                        f"rank saves its slice; found {line} on data-parallel rank {where[0]} and "
+                        f"not on rank {where[1]}"
                     )
 
 
@@ -340,11 +341,15 @@ def _pickler(reduce: Callable[[Any], Any]) -> type[pickle.Pickler]:
 
 def _named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the sharded tensors in containers, each with a unique name."""
-    taken: dict[str, int] = {}
+    taken: set[str] = set()
     for path, tensor in _paths(value, (), set()):
-        name = ".".join(map(str, path))
-        taken[name] = number = taken.get(name, 0) + 1
-        yield (name if number == 1 else f"{name}#{number}"), tensor
+        first = name = ".".join(map(str, path))
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{first}#{number}"
+        taken.add(name)
+        yield name, tensor
 
 
 def _paths(

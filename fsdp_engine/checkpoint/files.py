@@ -25,7 +25,7 @@ class CheckpointFiles:
 
     def fetch(self, names_to_read: Callable[[], Iterable[str]]) -> None:
         """Copy files that this rank will read, but that only other nodes have, into the folder.
-        Collective. Here the folder contains all files, so nothing is copied.
+        Collective. In this class the folder contains all files, so nothing is copied.
 
         Args:
             names_to_read: Function that returns the names of the files that this rank reads.

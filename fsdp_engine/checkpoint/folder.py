@@ -112,8 +112,8 @@ def convert_dcp_errors(what: str) -> Iterator[None]:
         what: The name of the operation in the message.
 
     Raises:
-        Exception: The operation failed. The class is the most derived class of the first failed
-            rank's exception that is in ``ERROR_KINDS``, or RuntimeError if there is none.
+        Exception: The operation failed. Its class is the class in ``ERROR_KINDS`` that comes first
+            in the MRO of the first failed rank's exception, or RuntimeError if there is none.
         BaseException: The exception of the first failed rank is not an ``Exception``.
     """
     try:
@@ -188,7 +188,7 @@ def save_checkpoint(
         RuntimeError, OSError: Writing failed on some rank. An older checkpoint is unchanged, and
             the new files are removed.
 
-    All ranks raise each error. All errors but the last are raised before anything is written.
+    All ranks raise each error. All errors but the last are raised before any entry is written.
     """
     folder, model = Path(path), join_engines(engine)
     model.await_ranks()
@@ -350,8 +350,8 @@ def foreign_slices_text(where: str, found: list[str]) -> str:
     """Returns the error message for slices of other ranks in an older checkpoint."""
     return (
         f"{where}: expected full tensors, or this rank's slices; found slices of other ranks, as "
-        f"older versions saved them: {'; '.join(found[:4])}. Load the checkpoint with as many "
-        "ranks, the same mesh and levels, as have saved it, and save it again"
+        f"older versions saved them: {'; '.join(found[:4])}. Load the checkpoint with the number "
+        "of ranks, the mesh and the levels of the save, and save it again"
     )
 
 
@@ -442,7 +442,7 @@ class FolderMatch:
             raise ValueError(
                 f"checkpoint {folder}: expected all parameters; found only those that were "
                 "trainable, since it was saved with trainable_only=True. Load frozen parameters "
-                "from their source, and this checkpoint by a Checkpointer(trainable_only=True)"
+                "from their source, and this checkpoint with trainable_only=True"
             )
         self.targets, self.problems, self._extra_states = match_model(
             engine, self._saved, trainable_only=trainable_only

@@ -176,9 +176,11 @@ def export_sources(
     try:
         digest = hashlib.sha256(b"".join(file.plan.head for file in files)).hexdigest()
         agreed = agree(what, error, group, (staging, digest))
-        if any(other != agreed[0][1] for _, other in agreed):
+        differing = [index for index, (_, other) in enumerate(agreed) if other != agreed[0][1]]
+        if differing:
             raise ValueError(
-                "dtype, max_shard_size: expected the same on all ranks; found different plans"
+                "dtype, max_shard_size: expected the same on all ranks; found that ranks "
+                f"{differing[:8]} would write other files than rank 0"
             )
         try:
             _write(agreed[0][0], files, sources, ReadBuffer(buffer_bytes), progress)

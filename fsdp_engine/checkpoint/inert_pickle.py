@@ -85,7 +85,7 @@ def load(
 
 
 def _stand_in(kind_: str) -> type[Record]:
-    """Create a class and its functions anew, because the pickle may change both."""
+    """Create a new class with new functions, because the pickle may change both."""
 
     class StandIn(Record):
         kind = kind_
@@ -156,7 +156,10 @@ def _check_numbers(content: bytes) -> None:
         else:
             raise ValueError(f"expected an opcode at byte {place}; found {code:#04x}")
         if place > end or index >= end:
-            raise ValueError(f"expected lengths and indices up to {end} bytes")
+            raise ValueError(
+                f"expected an argument within {end} bytes, and an index below {end}; found an "
+                f"argument that ends at byte {place}, and index {index}"
+            )
 
 
 _ALLOWED: list[Any] = [
@@ -195,11 +198,11 @@ def read_object(file: Any, where: str, trust: bool = False) -> Any:
         content.seek(start)
         if not trust and (names := _unknown(content, str(error))):
             raise RefusedError(
-                f"{where}: expected numbers, texts, tensors and containers of them; found a pickle "
+                f"{where}: expected numbers, strings, tensors and containers; found a pickle "
                 f"that needs {', '.join(names)}, which could run code. If you know who wrote it, "
                 "and trust them, load it with trust=True (--trust)"
             ) from None
-        raise ValueError(f"{where}: expected an object; found {_short(error)}") from error
+        raise ValueError(f"{where}: expected a readable object; found {_short(error)}") from error
 
 
 def refused_names(content: bytes) -> list[str]:

@@ -413,7 +413,7 @@ def compare(
     keys_a = [key for key in a.saved.entries if matches(key, match)]
     keys_b = [key for key in b.saved.entries if matches(key, match)]
     if match is not None and not keys_a and not keys_b:
-        raise ValueError(f"match: expected a pattern of some entries; found none like {match!r}")
+        raise ValueError(f"match: expected a pattern of entries; found none like {match!r}")
     found = Difference()
     if not ranks:
         found.left_out = [key for key in keys_a if a.section(key) == RANKS]

@@ -143,8 +143,8 @@ class SharedDirectory(JobDirectory):
             self._has_warned = True
             warnings.warn(
                 f"save({step}): {self._directory.path} has later steps, {later}, of another run or "
-                'from before an older step was loaded. load("latest") prefers them: remove their '
-                "folders, or save into another one",
+                'from before an older step was loaded. load("latest") loads the last of them: '
+                "remove their folders, or save into another directory",
                 stacklevel=2,
             )
 
@@ -204,7 +204,7 @@ def choose(step: Step, complete: Sequence[int] | dict[int, Path], where: str) ->
         elif Path(where).is_dir():
             found = f"none{directories_below(Path(where))}"
         else:
-            found = "none, and no such folder"
+            found = "none: there is no such folder"
         which = "a complete checkpoint" if step == "latest" else f"the checkpoint of step {step}"
         raise FileNotFoundError(f"step: expected {which} in {where}; found {found}")
     return max(complete) if step == "latest" else step

@@ -60,10 +60,10 @@ class JointOptimizer(Optimizer):
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.optimizers = list(optimizers)
         params = [id(param) for group in self._groups() for param in group["params"]]
-        if len(set(params)) < len(params):
+        if (num_shared := len(params) - len(set(params))) > 0:
             raise ValueError(
-                "optimizers: expected each parameter in one of them, to save them; found some in "
-                "several"
+                "optimizers: expected each parameter in one optimizer only; found "
+                f"{num_shared} parameters in several optimizers"
             )
         self.param_groups = self._groups()
         self.state = _States(self.optimizers)  # type: ignore[assignment]
@@ -111,7 +111,10 @@ class JointOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Raise TypeError, because the joined optimizers step, not this one."""
-        raise TypeError("JointOptimizer: expected its optimizers to step; found a step of its own")
+        raise TypeError(
+            "JointOptimizer: expected calls of step() of each of its optimizers; found a call of "
+            "its own step()"
+        )
 
     def _numbered(self) -> Iterator[tuple[Optimizer, int]]:
         """Yield each optimizer, and the number of its first parameter."""
@@ -130,9 +133,11 @@ def join_optimizers(optimizers: Sequence[Optimizer]) -> Optimizer | None:
 
 
 def single_optimizers(optimizer: Optimizer) -> list[Optimizer]:
-    """Returns the optimizers that :func:`join_optimizers` has joined, or a list of the given
-    one."""
-    return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else [optimizer]
+    """Returns the optimizers that :func:`join_optimizers` has joined, or a list of the given one.
+    Joint optimizers may contain joint optimizers."""
+    if not isinstance(optimizer, JointOptimizer):
+        return [optimizer]
+    return [single for each in optimizer.optimizers for single in single_optimizers(each)]
 
 
 _SCALER = "grad_scaler"
@@ -180,10 +185,15 @@ def torch_optimizer(optimizer: Any) -> Any:
     optimizer, and several optimizers are joined to one.
 
     Raises:
-        ValueError: Two optimizers have the same parameter, or a Megatron-Core optimizer has fp32
-            copies of parameters or no torch optimizer.
+        ValueError: There is no optimizer in a list, two optimizers have the same parameter, or a
+            Megatron-Core optimizer has fp32 copies of parameters or no torch optimizer.
     """
     if isinstance(optimizer, list | tuple):
+        if not optimizer:
+            raise ValueError(
+                "optimizer: expected one optimizer or several, or None for weights alone; found an "
+                f"empty {type(optimizer).__name__}"
+            )
         return join_optimizers([torch_optimizer(each) for each in optimizer])
     if isinstance(optimizer, Optimizer) or not _is_megatron(optimizer):
         return optimizer

@@ -218,7 +218,7 @@ class _GuardedFile:
             while len(view):
                 count = move(view, self._file)
                 if not count:
-                    raise OSError(f"{self._path}: expected {len(view)} bytes more; found its end")
+                    raise OSError(f"{self._path}: expected {len(view)} bytes more; found the end")
                 view = view[count:]
 
     @contextmanager

@@ -15,9 +15,9 @@ format version 2. It has version 3 if ``extra`` contains sharded tensors, or if 
 tied weights: ``"ties": {"head.weight": "embedding.weight"}`` maps further names to first names.
 
 The manifest is written last. The checksum of a file detects changes after the write: CRC-32 detects
-all bursts of up to 32 bits, and misses one in four billion of other damages. It does not protect
-against intentional changes. The manifest's own checksum is computed with zeros instead of the
-checksum.
+all bursts of up to 32 bits, and misses one in four billion other changes. It does not protect
+against intentional changes. The manifest's own checksum is that of its text with eight zeros in
+place of the checksum.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Manifest:
         """
         path = folder / MANIFEST
         if not path.is_file():
-            raise FileNotFoundError(f"path: expected a checkpoint with {MANIFEST}; found {folder}")
+            raise FileNotFoundError(f"path: expected {MANIFEST} in {folder}; found none")
         try:
             text = path.read_text(encoding="utf-8")
             values: dict[str, Any] = json.loads(text)
@@ -139,7 +139,8 @@ class Manifest:
         except NewerFormatError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            reason = error if type(error) is ValueError else f"no such manifest ({error!r})"
+            is_known = type(error) is ValueError
+            reason = error if is_known else f"expected the values of a manifest; found {error!r}"
             raise ValueError(f"{path}: {reason}") from error
 
     def _check_values(self) -> None:
@@ -171,7 +172,10 @@ class Manifest:
         for name in self.files:
             check_file_name(name, "a file")
         if wrong := [name for name, is_right in are_right.items() if not is_right]:
-            raise ValueError(f"expected values of other types for {', '.join(wrong)}")
+            raise ValueError(
+                f"expected values of the types that a manifest declares; found other types for "
+                f"{', '.join(wrong)}"
+            )
 
 
 def check_file_name(name: str, where: str) -> str:
@@ -182,7 +186,7 @@ def check_file_name(name: str, where: str) -> str:
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
-        raise ValueError(f"expected as {where} a file in the checkpoint's folder; found {name!r}")
+        raise ValueError(f"{where}: expected a file in the checkpoint's folder; found {name!r}")
     return name
 
 

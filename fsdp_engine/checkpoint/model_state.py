@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from fsdp_engine.checkpoint.sharded_model import ShardedModel, saved_params
 from fsdp_engine.codecs.base import PARAM_CLASSES
@@ -110,9 +111,9 @@ def check_at_rest(engine: ShardedModel) -> None:
         for record, param in zip(buffer.records, buffer.sharded_params, strict=True):
             if any(module._parameters.get(name) is not param for module, name in record.holders):
                 raise RuntimeError(
-                    f"checkpoint: expected {record.name} to hold its sharded parameter; found "
-                    "another (within a forward, a backward or engine.unsharded(); after an "
-                    "exception, call engine.reset())"
+                    f"checkpoint: expected the sharded parameter as {record.name}; found another. "
+                    "Call this outside forwards, backwards and engine.unsharded(); after an "
+                    "exception, call engine.reset() first"
                 )
 
 
@@ -124,8 +125,9 @@ def _check_expert_buffers(engine: ShardedModel) -> None:
             is_saved = value is not None and attribute not in module._non_persistent_buffers_set
             if is_saved and f"{name}.".startswith(layers):
                 raise ValueError(
-                    f"checkpoint: expected experts without buffers that are saved; found "
-                    f"{name}.{attribute}, of which ranks hold different ones under one name"
+                    f"checkpoint: expected experts without persistent buffers; found "
+                    f"{name}.{attribute}, which is a different buffer on each rank. Register it "
+                    "with persistent=False"
                 )
 
 
@@ -167,6 +169,9 @@ def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict
     Args:
         engine: The engine of the model.
         trainable_only: Omit frozen parameters.
+
+    Raises:
+        ValueError: A persistent buffer is a sharded DTensor.
     """
     params, is_first = saved_params(engine), engine.ranks.rank == 0
     entries: dict[str, Any] = {}
@@ -177,8 +182,19 @@ def model_entries(engine: ShardedModel, *, trainable_only: bool = False) -> dict
         if param is not None and param.is_of_experts:
             entries.update(dict.fromkeys(param.aliases, param.saved.detach()))
         elif param is not None or is_first:
+            if param is None:
+                _check_is_full(key, value)
             entries[key] = value.detach() if isinstance(value, Tensor) else value
     return entries
+
+
+def _check_is_full(key: str, value: Any) -> None:
+    """Check that rank 0 holds all elements of a value that only it saves."""
+    if isinstance(value, DTensor) and value.to_local().shape != value.shape:
+        raise ValueError(
+            f"checkpoint: expected persistent buffers that each rank holds in full; found {key}, a "
+            f"DTensor with placements {value.placements}. Register it with persistent=False"
+        )
 
 
 def ties(engine: ShardedModel) -> dict[str, str]:
@@ -260,13 +276,36 @@ def _misfit(tensor: Tensor, key: str, saved: Saved) -> str:
     shape, dtype = tuple(tensor.shape), tensor.dtype
     if isinstance(entry, TensorStorageMetadata) and tuple(entry.size) == shape:
         found = entry.properties.dtype
-        if torch.promote_types(found, dtype) == dtype:
+        if holds_exactly(dtype, found):
             return ""
         return (
             f"{key}: expected {dtype}, or a dtype that it holds exactly; found {found} (to round "
             "weights on purpose, read them with torch.distributed.checkpoint.load)"
         )
     return f"{key}: expected {describe_tensor(shape, dtype)}; found {saved.describe(key)}"
+
+
+def holds_exactly(dtype: torch.dtype, found: torch.dtype) -> bool:
+    """Returns whether ``dtype`` can represent every value of the dtype ``found``."""
+    if dtype == found:
+        return True
+    if dtype.is_complex:
+        return holds_exactly(dtype.to_real(), found.to_real() if found.is_complex else found)
+    if found.is_complex or dtype == torch.bool:
+        return False
+    if found == torch.bool:
+        return True
+    try:
+        if found.is_floating_point:
+            own, other = torch.finfo(dtype), torch.finfo(found)
+            smallest, others = (each.smallest_normal * each.eps for each in (own, other))
+            return own.eps <= other.eps and own.max >= other.max and smallest <= others
+        bounds = torch.iinfo(found)
+        if dtype.is_floating_point:
+            return max(bounds.max, -bounds.min) <= 2 / torch.finfo(dtype).eps
+        return torch.iinfo(dtype).min <= bounds.min and bounds.max <= torch.iinfo(dtype).max
+    except (TypeError, NotImplementedError):  # a float into an integer, or a packed dtype
+        return False
 
 
 def describe_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> str:

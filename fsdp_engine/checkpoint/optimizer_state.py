@@ -12,10 +12,10 @@ additional entry for the optimizer's class:
 An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
 a tensor of the saved weight's shape is loaded as a slice with the parameter's placement (or as a
 plain tensor if the parameter is one), and every other tensor is replicated. For a 0-d parameter the
-shape of a state does not determine whether the state is sharded like the parameter. Then the state
-of the same name of another parameter, which has dims, determines this: if it has the shape of its
-parameter, the 0-d state is sharded, too. Without such a parameter, all states but ``step`` are
-sharded.
+shape of a state does not determine whether the state is sharded like the parameter. In this case
+the state of the same name of another parameter, which has dims, determines it: if that state has
+the shape of its parameter, the 0-d state is sharded, too. Without such a parameter, all states but
+``step`` are sharded.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def optimizer_entries(engine: ShardedModel, optimizer: torch.optim.Optimizer) ->
                 value = member.as_saved(value)
             elif isinstance(value, FlatDTensor) and member.is_of_experts:
                 raise ValueError(
-                    f"optimizer: expected state of {member.name}, an expert's parameter, in its "
-                    f"shape; found {key!r} of shape {tuple(value.shape)}, of this rank's expert"
+                    f"optimizer: expected state of {member.name}, an expert's parameter, in the "
+                    f"parameter's shape; found {key!r} of shape {tuple(value.shape)}"
                 )
             if is_first or isinstance(value, Tensor):
                 states.setdefault(member.name, {})[key] = value
@@ -499,8 +499,9 @@ def _checked_groups(read: Any) -> list[dict[str, Any]]:
     )
     if not are_right or not isinstance(read.get(KIND), str | None):
         raise ValueError(
-            f"{OPTIMIZER}.{GROUPS}: expected a list of groups with names of parameters, and the "
-            "name of the optimizer's class; found others. The checkpoint is damaged"
+            f"{OPTIMIZER}.{GROUPS}: expected a list of groups, each with a list of parameter names "
+            "in params, and the name of the optimizer's class; found other values. The checkpoint "
+            "is damaged"
         )
     return list(groups)  # type: ignore[arg-type]
 
@@ -525,8 +526,8 @@ def _full_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
         if value.ndim == 0:
             return value
         raise ValueError(
-            f"optimizer: expected state of the shape of {member.name}, whose experts other ranks "
-            f"hold parts of; found {key!r} of shape {tuple(value.shape)}"
+            f"optimizer: expected state in the shape of {member.name}, a tensor of experts that "
+            f"is sharded over ranks; found {key!r} of shape {tuple(value.shape)}"
         )
     if value is None or isinstance(value, bool | int | float | str):
         return value

@@ -93,7 +93,7 @@ class Pieces:
         self.dtype = dtype
         self.boxes = tuple(box for box in boxes if box is not None)
         if len(self.boxes) > MOST_BOXES:
-            raise ValueError(f"expected at most {MOST_BOXES} pieces; found {len(self.boxes)}")
+            raise ValueError(f"expected at most {MOST_BOXES} boxes; found {len(self.boxes)}")
 
     @classmethod
     def of(cls, stored: Any, shape: Sequence[int], dtype: torch.dtype) -> Pieces:
@@ -127,8 +127,19 @@ class Pieces:
     clone = contiguous
 
     def narrow(self, dim: int, start: int, length: int) -> Pieces:
-        """Take a range of a dim, as ``torch.narrow`` does."""
+        """Take a range of a dim, as ``torch.narrow`` does.
+
+        Raises:
+            ValueError: The range is not within the dim.
+        """
         dim %= self.ndim
+        size = self.shape[dim]
+        start += size if start < 0 else 0
+        if not 0 <= start <= start + length <= size:
+            raise ValueError(
+                f"narrow: expected a range within dim {dim} of size {size}; found "
+                f"[{start}, {start + length})"
+            )
         parts = (box.narrowed(dim, start, start + length) for box in self.boxes)
         moved = (box.moved(dim, box.at[dim] - start) for box in parts if box is not None)
         return Pieces(_put(self.shape, dim, length), self.dtype, moved)
@@ -139,7 +150,7 @@ class Pieces:
         if isinstance(sizes, int):
             sizes = [min(sizes, whole - low) for low in range(0, whole, sizes)]
         if sum(sizes) != whole:
-            raise ValueError(f"split: expected sizes that make up {whole}; found {list(sizes)}")
+            raise ValueError(f"split: expected sizes with the sum {whole}; found {list(sizes)}")
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         return tuple(
             self.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=True)
@@ -278,8 +289,8 @@ def cat(pieces: Sequence[Pieces], dim: int = 0) -> Pieces:
     for each in pieces:
         if _drop(each.shape, dim) != _drop(first.shape, dim) or each.dtype != first.dtype:
             raise ValueError(
-                f"cat: expected shapes like {tuple(first.shape)} but for dim {dim}, and "
-                f"{first.dtype}; found {tuple(each.shape)}, {each.dtype}"
+                f"cat: expected shape {tuple(first.shape)} except along dim {dim}, and "
+                f"{first.dtype}; found shape {tuple(each.shape)}, {each.dtype}"
             )
         boxes += [box.moved(dim, box.at[dim] + at) for box in each.boxes]
         at += each.shape[dim]

@@ -135,8 +135,8 @@ class Reader(dcp.FileSystemReader):
         place = self.storage_data[item.storage_index]
         if place.transform_descriptors:
             raise ValueError(
-                f"{place.relative_path}: expected plain entries; found transformed ones "
-                f"({', '.join(place.transform_descriptors)})"
+                f"{place.relative_path}: expected entries without transforms; found the transforms "
+                f"{', '.join(place.transform_descriptors)}. Save without extensions of DCP"
             )
         if item.type == LoadItemType.BYTE_IO:
             content = FileView(file, place.offset, place.length).read(-1)
@@ -169,7 +169,7 @@ class FileView(io.RawIOBase):
         """Set the position."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._num_bytes}[whence]
         if base + offset < 0:
-            raise ValueError(f"seek: expected a place in the file; found {base + offset}")
+            raise ValueError(f"seek: expected a position of at least 0; found {base + offset}")
         self._place = base + offset
         return self._place
 
@@ -351,7 +351,7 @@ def _read_exactly(file: BinaryIO, start: int, out: Tensor) -> None:
         count = file.readinto(view)  # type: ignore[attr-defined]
         if not count:
             name = getattr(file, "name", "file")
-            raise EOFError(f"{name}: expected {len(view)} bytes more at its end; found none")
+            raise EOFError(f"{name}: expected {len(view)} bytes more; found the end")
         view = view[count:]
 
 
@@ -407,7 +407,7 @@ def verify_files(
     if damages:
         raise ValueError(
             f"checkpoint {folder}: expected files as they were written; found {len(damages)} that "
-            "are not\n  " + "\n  ".join(damages)
+            "differ\n  " + "\n  ".join(damages)
         )
 
 
@@ -494,7 +494,7 @@ def _places(metadata: Metadata) -> dict[str, list[_Entry]]:
 def _damaged_entries(folder: Path, name: str) -> str:
     """Describe the damaged entries of a file."""
     if name == METADATA:
-        return "the list of all entries"
+        return "this file lists all entries"
     try:
         entries = _places(read_metadata(folder)).get(name, [])
     except (OSError, ValueError) as error:
@@ -504,7 +504,7 @@ def _damaged_entries(folder: Path, name: str) -> str:
 
 def _damaged_among(path: Path, entries: Iterable[_Entry]) -> str:
     damaged = _find_damaged(path, entries)
-    return _listed(damaged) if damaged else "no tensor is damaged (padding between them)"
+    return _listed(damaged) if damaged else "only padding between entries is damaged"
 
 
 def _find_damaged(
@@ -527,4 +527,4 @@ def _find_damaged(
 
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-    return f"damaged are {', '.join(names[:8])}{more}"
+    return f"damaged entries are {', '.join(names[:8])}{more}"

@@ -258,9 +258,9 @@ class Run:
             other = f"expected {self.ranks.size} ranks at the save; found {manifest.world_size}. "
             if was_used:
                 warned.append(
-                    f"{other}Random states stay as they are, so that a loop that draws batches "
-                    "with the global generators repeats its first batches (DistributedSampler does "
-                    "not use them). Seed each step by its number and the rank, or call "
+                    f"{other}Random states stay as they are. So a loop that draws batches with the "
+                    "global generators repeats its first batches (DistributedSampler does not use "
+                    "these generators). Seed each step by its number and the rank, or call "
                     "torch.manual_seed(seed + step * ranks + rank) now"
                 )
             if of_rank_0:

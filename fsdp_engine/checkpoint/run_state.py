@@ -51,8 +51,8 @@ def check_extra(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
     for name, value in extra.items():
         if not isinstance(name, str) or not isinstance(value, Stateful):
             raise TypeError(
-                f"extra[{name!r}]: expected a str and an object with state_dict() and "
-                f"load_state_dict(); found a {type(value).__name__}"
+                f"extra[{name!r}]: expected a str as name, and an object with state_dict() and "
+                f"load_state_dict(); found a {type(name).__name__} and a {type(value).__name__}"
             )
     return dict(extra)
 
@@ -143,9 +143,9 @@ def warn_of_refused(packed: bytes, extra: Mapping[str, Any]) -> None:
         return
     refused = (path for path, each in _plain_values(extra) if not _is_allowed(each))
     warnings.warn(
-        f"{next(refused, 'extra')} in extra: expected numbers, texts, tensors and containers of "
-        f"them; found {', '.join(names)}. It is saved, and a load refuses it without trust=True, "
-        "since it could run code. Let state_dict() return plain values",
+        f"{next(refused, 'extra')} in extra: expected numbers, strings, tensors and containers; "
+        f"found {', '.join(names)}. It is saved, and a load refuses it without trust=True, since "
+        "it could run code. Let state_dict() return plain values",
         stacklevel=user_stacklevel(),
     )
 

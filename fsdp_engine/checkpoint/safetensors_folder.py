@@ -186,7 +186,7 @@ def read_header(path: Path) -> list[TensorInFile]:
             f"{path}: expected a header in JSON of {length} bytes; found {text[:40]!r} ({error})"
         ) from error
     if not isinstance(header, dict):
-        raise ValueError(f"{path}: expected a header with names; found {text[:40]!r}")
+        raise ValueError(f"{path}: expected a JSON object as header; found {text[:40]!r}")
     first = _LENGTH_BYTES + length
     spans = [
         (_span(path, name, entry), name, entry)
@@ -335,7 +335,7 @@ def parse_size(size: int | str) -> int:
         found = int(float(match[1]) * _UNITS[match[2].upper()])
     if found < 1:
         raise ValueError(
-            "max_shard_size: expected a positive number of bytes, or a text such as '5GB' "
+            "max_shard_size: expected a positive number of bytes, or a string such as '5GB' "
             f"({', '.join(_UNITS)}); found {size!r}"
         )
     return found
@@ -481,8 +481,8 @@ def read_folder(directory: Path) -> list[TensorInFile]:
         kind = NotADirectoryError if directory.exists() else FileNotFoundError
         found = "a file" if directory.exists() else "nothing"
         raise kind(
-            f"directory: expected a folder at {directory}; found {found}. Names of the hub are no "
-            "folders: download a model first"
+            f"directory: expected a folder at {directory}; found {found}. The name of a model on "
+            "the Hub is not a folder: download the model first"
         )
     weight_map: dict[str, str] = {}
     present = [name for name in _IN_FOLDERS if (directory / name).is_file()]
@@ -495,7 +495,7 @@ def read_folder(directory: Path) -> list[TensorInFile]:
         missing = [name for name in names if not (directory / name).is_file()]
         if missing:
             raise FileNotFoundError(
-                f"{index}: expected the {len(names)} files that it names beside it; "
+                f"{index}: expected the {len(names)} files that it names in the same folder; "
                 f"found no {', '.join(missing)}"
             )
     else:
@@ -519,7 +519,8 @@ def read_folder(directory: Path) -> list[TensorInFile]:
     lost = [f"{name} in {file}" for name, file in weight_map.items() if name not in tensors]
     if lost:
         raise ValueError(
-            f"{index}: expected tensors where it says; found no {', '.join(lost[:16])}"
+            f"{index}: expected each tensor in the file that the index assigns to it; found no "
+            f"{', '.join(lost[:16])}"
         )
     return list(tensors.values())
 
@@ -536,7 +537,7 @@ def _read_index(path: Path) -> dict[str, str]:
         ) from error
     if not is_right or not weight_map:
         raise ValueError(
-            f"{path}: expected a weight_map from tensors to names of files beside it; found "
+            f"{path}: expected a weight_map from tensors to files in the same folder; found "
             f"{str(weight_map)[:80]}"
         )
     return dict(weight_map)

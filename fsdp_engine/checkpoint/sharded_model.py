@@ -206,8 +206,8 @@ def _part_of_all(name: str, param: Tensor, expert: ExpertPlace, mesh: DataMesh) 
     """Returns this rank's part of the tensor that contains all experts."""
     if not param.ndim:
         raise ValueError(
-            f"checkpoint: expected {name}, of several experts, to have them as its first dim; "
-            "found a scalar"
+            f"checkpoint: expected the experts of {name} along its first dim; found a tensor "
+            "without dims"
         )
     shape = torch.Size(expert.whole_shape(param.shape))
     before = expert.rank * param.numel()
@@ -237,7 +237,7 @@ class EngineLike(ShardedModel, Protocol):
 
     @property
     def number(self) -> int:
-        """The number of engines that were made before for the same ranks; equal on these ranks."""
+        """The number of engines that these ranks made before this one; equal on all of them."""
         ...
 
 
@@ -382,7 +382,8 @@ def join_engines(engine: Engines) -> ShardedModel:
     engines = list(engine.values())
     if not engines or len({id(each) for each in engines}) < len(engines):
         raise ValueError(
-            f"engine: expected engines, each of them once; found {list(engine) or 'none'}"
+            "engine: expected at least one engine, and each engine under one name; found "
+            f"{list(engine) or 'none'}"
         )
     ranks = [_ranks(each.ranks) for each in engines]
     if any(others != ranks[0] for others in ranks):

@@ -83,7 +83,7 @@ def claim_folder(folder: Path, place: Place) -> None:
         if text := differences(read_place(marker.read_bytes()), place):
             raise ValueError(
                 f"{folder}: {text}. Each stage saves into a folder of its own, such as "
-                f'f"{{folder}}/stage-{{index}}"; remove {_MARKER} to use this folder for another'
+                f'f"{{folder}}/stage-{{index}}"; remove {_MARKER} to use this one for another stage'
             ) from None
 
 

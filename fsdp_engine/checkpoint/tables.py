@@ -68,7 +68,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     if steps:
         line("steps", f"{listed([f'{each}' for each in steps[::-1]], 16)} (latest first)")
     if left:
-        line("besides", f"{listed(left)} (not complete)")
+        line("incomplete", listed(left))
     line("saved", found.saved_at)
     if found.mesh is not None and found.strategy is not None:
         mesh = ", ".join(f"{axis} {size}" for axis, size in found.mesh.items())
@@ -77,7 +77,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
     if found.libraries is not None:
         line("libraries", ", ".join(f"{name} {value}" for name, value in found.libraries.items()))
     if found.trainable_only:
-        line("parameters", "those that were trainable; frozen ones are not in it")
+        line("parameters", "only trainable ones; frozen ones were not saved")
     if found.ties:
         names = listed([f"{name} is {first}" for name, first in found.ties.items()])
         line("tied", f"{names} (stored and counted under each name)")

@@ -152,7 +152,7 @@ def failure(what: str, ranks: Sequence[int], error: BaseException) -> Exception:
     missing = missing_ranks(what, ranks)
     return RuntimeError(
         f"{what} {ANOTHER_FAILED}, or did not begin it"
-        f"{missing and ': '}{missing}. The last that did complete here was {ACTIVITY.done}. "
+        f"{missing and ': '}{missing}. The last operation that completed here was {ACTIVITY.done}. "
         f"{advice_on_calls(what)} ({error})"
     )
 

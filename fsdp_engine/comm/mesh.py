@@ -258,10 +258,10 @@ def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
     except RuntimeError as error:  # not slices of one mesh, or shared ranks
         why = str(error)
     except (AssertionError, TypeError):  # dimensions without names
-        why = "a mesh without names of its dimensions"
+        why = "a mesh without dimension names"
     raise ValueError(
-        "mesh: expected the data-parallel dimensions of the mesh that DTensor parameters are over, "
-        'without theirs (init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and '
+        "mesh: expected the data-parallel dimensions of one mesh that also has the dimensions of "
+        'DTensor parameters (init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and '
         f'shard(model, mesh["dp"])); found {data} beside {", ".join(map(str, others))}: {why}'
     )
 

@@ -31,6 +31,7 @@ from fsdp_engine.flat_dtensor.slices import (
     Function,
     Kwargs,
     as_gradient,
+    check_change,
     check_inplace,
     is_inplace,
     refusal,
@@ -71,6 +72,8 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         else value
         for value in locals_
     ]
+    if isinstance(kwargs.get("out"), cls):
+        check_change(func.__name__, kwargs["out"])
     options = dict(zip(kwargs, locals_[len(args) :], strict=True))
     requires_grad = options.pop("requires_grad", False)
     result = func(*locals_[: len(args)], **options)
@@ -212,9 +215,7 @@ def scalar(
         ValueError: The operand has more elements, would add dims to the result, or requires grad.
     """
     if torch.is_grad_enabled() and tensor.requires_grad:
-        why = (
-            "would give a plain tensor the gradient of this slice only (torch.no_grad() gives none)"
-        )
+        why = "would give a plain tensor the gradient of this slice only (use torch.no_grad())"
         raise refusal(cls, func, flat, why)
     if (takes_slices or is_inplace(func)) and tensor.ndim:
         part = slice_of(_full(tensor), flat)
@@ -289,8 +290,7 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         raise refusal(cls, func, args)
     if isinstance(value, Tensor):
         value = scalar(cls, func, value, target._flat)
-    if torch.is_grad_enabled() and target.requires_grad:
-        raise refusal(cls, func, args, "in-place change of a tensor that requires grad")
+    check_inplace(func, target)
     target._local_tensor.masked_fill_(mask._local_tensor, value)
 
 
@@ -323,7 +323,8 @@ def _full(source: Tensor) -> Tensor:
 
 def is_replicated(source: DTensor) -> bool:
     """Returns whether every rank of the mesh holds the full tensor."""
-    return all(isinstance(placement, Replicate) for placement in source._spec.placements)
+    # The spec of a 0-d FlatDTensor is replicated, but its placements are not (FlatPlacement.spec).
+    return all(isinstance(placement, Replicate) for placement in source.placements)
 
 
 def _remember(flat_of: dict[int, Any], tensor: Any) -> Tensor:

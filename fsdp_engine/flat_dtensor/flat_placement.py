@@ -100,8 +100,8 @@ def _boxes(shape: tuple[int, ...], prefix: tuple[int, ...], start: int, stop: in
 class FlatShard(Partial):
     """Placement along a mesh axis over which a tensor is sharded by flat ranges, not along a dim.
 
-    It is no ``Shard``, because code that handles ``Shard(0)`` would access other elements, and no
-    ``Replicate``. It subclasses ``Partial`` only because ``distribute_tensor`` then calls
+    It is not a ``Shard``, because code that handles ``Shard(0)`` would access other elements, and
+    not a ``Replicate``. It subclasses ``Partial`` only because ``distribute_tensor`` then calls
     ``_partition_value`` for a value that is the same on all ranks:
     ``distribute_tensor(full, weight.device_mesh, weight.placements)`` returns this rank's slice,
     whose ``full_tensor()`` is the full tensor.

@@ -40,7 +40,7 @@ from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.norms import ROW, real_dtype, slice_norm
 from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
 
-# The name of the collective in errors. If a rank does not call norm() etc., the others wait for it.
+# The name of the collective in errors. If one rank does not call norm() etc., other ranks wait.
 _EVERY_RANK = "a reduction of a sharded tensor (every rank must call it)"
 
 # Functions of ``torch.nn.utils.get_total_norm``. Results of all other functions are plain tensors.
@@ -197,7 +197,7 @@ def _bind(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> dict[str, Any
     """Returns the arguments of a reduction by name.
 
     Raises:
-        ValueError: The call is no reduction over all dims of a FlatDTensor.
+        ValueError: The call is not a reduction over all dims of a FlatDTensor.
     """
     named = ((key, value) for key, value in kwargs.items() if value is not None)
     kwargs = {"p" if key == "ord" else key: value for key, value in named}
@@ -358,7 +358,7 @@ def _slice_norm(local: Tensor, order: float, dtype: torch.dtype) -> Tensor:
 
 
 def _norm_of_nothing(local: Tensor, order: float) -> Tensor:
-    # The sum of no elements is computed, so that the result has a graph on this rank, too.
+    # An empty slice is summed, so that the result has a graph on this rank, too.
     return local.sum().abs().double() + (math.inf if order == -math.inf else 0.0)
 
 

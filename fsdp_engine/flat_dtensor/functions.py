@@ -199,9 +199,10 @@ def _foreach_zero_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _where(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``where``. With a condition alone, gather it and return the indices, as ``nonzero``."""
+    """Run ``where``. For a condition alone it returns the indices of the full tensor."""
     if len(args) + len(kwargs) == 1:
-        return torch.nonzero(*args, *kwargs.values(), as_tuple=True)
+        (condition,) = (*args, *kwargs.values())
+        return torch.nonzero(condition, as_tuple=True)
     return elementwise(cls, func, args, kwargs)
 
 

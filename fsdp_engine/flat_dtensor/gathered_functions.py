@@ -300,7 +300,8 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
         is_unchanged = version is not None and version == _version_of(copy.full)
         if is_unchanged or args[0].shape != copy.flat.shape:
             raise error
-        copy.store(name, copy.full)
+        # An in-place transposition of a square matrix changes the strides only.
+        copy.store(name, args[0].detach().contiguous())
     for key, each in full.items():
         if result is each:  # such as a view with the same shape
             return sharded[key]

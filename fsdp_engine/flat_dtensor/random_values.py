@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -46,7 +46,7 @@ def draw_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     others = [*args[1:], *(value for key, value in kwargs.items() if key != "tensor")]
     if not isinstance(target, cls) or any(isinstance(value, Tensor) for value in others):
         raise refusal(cls, func, (args, kwargs), "draws values that depend on another tensor")
-    if not of_init:
+    with torch.no_grad() if of_init else nullcontext():  # torch.nn.init allows leaves
         check_inplace(func, target)
     flat: FlatPlacement = target._flat
     local: Tensor = target._local_tensor
@@ -100,12 +100,15 @@ def one_generator(
 
 
 def _groups_of_all_axes(flat: FlatPlacement) -> tuple[ProcessGroup, ...]:
-    """Returns the groups of all mesh axes with several ranks, innermost first. Empty if the mesh
-    has one rank and no group shards the tensor."""
-    if not flat.groups and flat.mesh.size() == 1:
-        return ()
-    axes = [axis for axis in reversed(range(flat.mesh.ndim)) if flat.mesh.size(axis) > 1]
-    return tuple(flat.mesh.get_group(axis) for axis in axes)
+    """Returns the groups of all mesh axes with several ranks, innermost first. The axes of
+    ``spread`` come last."""
+    meshes = [flat.mesh] if flat.spread is None else [flat.mesh, flat.spread.mesh]
+    return tuple(
+        mesh.get_group(axis)
+        for mesh in meshes
+        for axis in reversed(range(mesh.ndim))
+        if mesh.size(axis) > 1
+    )
 
 
 def _access(

@@ -109,12 +109,11 @@ def check_gradient(cls: Any, grad: Tensor, flat: FlatPlacement) -> None:
         return
     name = flat.name or "a sharded tensor"
     raise RuntimeError(
-        f"backward: expected a gradient of this rank's slice of {name} that functions of sharded "
-        f"tensors computed, since it is not reduced over the ranks; found one of shape "
-        f"{tuple(grad.shape)} that an autograd.Function computed from this rank's own values, "
-        "which are different on each rank. Call the function within the forward of the "
-        f"parameter's module, or pass {flat.name or 'the tensor'}.full_tensor() to it, whose "
-        "gradient is reduced"
+        f"backward: expected functions of sharded tensors to compute the gradient of {name}, since "
+        f"this gradient is not reduced over the ranks; found one of shape {tuple(grad.shape)} that "
+        "an autograd.Function computed from this rank's own values, which differ between ranks. "
+        "Call the function within the forward of the parameter's module, or pass "
+        f"{flat.name or 'the tensor'}.full_tensor() to it, whose gradient is reduced"
     )
 
 
@@ -153,7 +152,8 @@ def refusal(
     """Returns the error for a function that is not defined for slices.
 
     The error is marked for :func:`refuses`: no tensor was modified, and the call may succeed with
-    full parameters. It is no TypeError, because operators replace that by "unsupported operand".
+    full parameters. It is not a TypeError, because Python's operators replace a TypeError by one
+    that says "unsupported operand".
 
     Args:
         cls: The class of sharded tensors.
@@ -248,10 +248,11 @@ def check_change(name: str, tensor: Any) -> None:
     if torch.is_grad_enabled() and tensor.requires_grad:
         flat = getattr(tensor, "_flat", None)
         named = f"{flat.name}, " if flat is not None and flat.name else ""
+        is_for_part = name == "requires_grad_"
         raise RuntimeError(
             f"{name}: expected torch.no_grad() around an in-place change; found {named}a "
             f"{type(tensor).__name__} of shape {tuple(tensor.shape)} that requires grad"
-            f"{'. Make new parameters of parts before shard()' * (name == 'requires_grad_')}"
+            f"{'. To train a part, make it a parameter before shard()' * is_for_part}"
         )
 
 

@@ -56,7 +56,7 @@ class FlatDTensor(DTensor):
         is_gradient: Whether functions of sharded tensors have computed this tensor in backward, so
             that it is not reduced. Results of elementwise functions inherit this, unless the slice
             of a full plain operand was used.
-        backref: A reference to the engine's buffer. None: the tensor is no parameter of an engine.
+        backref: A reference to the engine's buffer. None: the tensor is not an engine's parameter.
     """
 
     _flat: FlatPlacement
@@ -92,7 +92,7 @@ class FlatDTensor(DTensor):
                 f"{tuple(local.shape)}, strides {local.stride()}"
             )
         if local.requires_grad:
-            raise ValueError("local: expected a tensor that does not require grad; found one")
+            raise ValueError("local: expected one that does not require grad; found one that does")
         return _with_requires_grad(cls._wrap(local, placement), requires_grad)
 
     @classmethod
@@ -298,7 +298,13 @@ class FlatDTensor(DTensor):
             # Gradients of the engine share the placement object, whose identity is faster to check.
             and (value._flat is self._flat or value._flat == self._flat)
         ):
-            raise TypeError(f"grad: expected None or a FlatDTensor of the slice of {self}")
+            found = f"a {type(value).__name__}"
+            if isinstance(value, FlatDTensor):
+                found = str(value._flat)
+            raise TypeError(
+                f"grad: expected None or a FlatDTensor of the slice of this tensor, {self._flat}; "
+                f"found {found}"
+            )
         with _NoTorchFunction():
             is_new = value is not None or _get_grad(self) is not None
             _set_grad(self, value)
@@ -316,7 +322,7 @@ class FlatDTensor(DTensor):
         Equal to ``.grad`` if that is not None, and zeros if no gradient has been accumulated.
 
         Raises:
-            AttributeError: The tensor is no such parameter.
+            AttributeError: The tensor is not such a parameter.
         """
         main_grad = self.backref.main_grad if self.backref is not None else None
         if main_grad is None:

@@ -168,10 +168,12 @@ class TensorParallelSpec:
             RuntimeError: The gradient is not a DTensor over ``mesh``.
         """
         if not isinstance(grad, DTensor) or grad.device_mesh != self.mesh:
-            found = f"one over {grad.device_mesh}" if isinstance(grad, DTensor) else "a plain one"
+            found = "a plain tensor"
+            if isinstance(grad, DTensor):
+                found = f"one over {grad.device_mesh}"
             raise RuntimeError(
-                f"backward: expected for {name} a gradient that is a DTensor over {self.mesh}, as "
-                f"the parameter is; found {found}"
+                f"backward: expected a gradient of {name} that is a DTensor over {self.mesh}, like "
+                f"the parameter; found {found}"
             )
         with torch.no_grad():
             if tuple(grad.placements) != self.placements:

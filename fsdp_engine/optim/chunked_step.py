@@ -5,7 +5,7 @@ The step pre-hook runs after all other pre-hooks of the optimizer, which may cli
 hyperparameters. It runs ``step`` once for each chunk, on a shadow ([Note: Shadow optimizer] in
 ``sharded_step.py``) that holds the parameters and the state of the chunk. Then torch runs ``step``
 on groups without parameters. Every chunk reads the hyperparameters that groups had before the step.
-Values that steps store in a group, in the optimizer, or in the state under a key that is no
+Values that steps store in a group, in the optimizer, or in the state under a key that is not a
 parameter (a counter) are stored once, after the last chunk. Each chunk has a copy of tensors of one
 element in groups and attributes, because a step may change them in place. A closure is called once,
 before the first chunk. :func:`step_in_turn` overlaps the step of a chunk with the copies of its
@@ -54,7 +54,7 @@ class ChunkShadow(Shadow):
 
     @property
     def state(self) -> dict[Any, Any]:
-        """The state of the chunk's parameters, and copies of entries whose key is no tensor."""
+        """The state of the chunk's parameters, and copies of entries whose key is not a tensor."""
         return self.chunk_states
 
 
@@ -64,7 +64,7 @@ class Stored(NamedTuple):
     Attributes:
         groups: Values in param groups, by index of the group and key.
         attributes: Attributes of the optimizer, by name.
-        entries: Entries of the optimizer's state whose keys are no parameters.
+        entries: Entries of the optimizer's state whose keys are not parameters.
     """
 
     groups: dict[Any, Any]
@@ -164,7 +164,7 @@ class Shadows:
 
     @property
     def stored(self) -> Stored:
-        """The numbers, texts and one-element tensors that steps have stored."""
+        """The numbers, strings and one-element tensors that steps have stored."""
         small = ({k: v for k, v in each.items() if _is_small(v)} for each in self._stored)
         return Stored(*small)
 
@@ -183,7 +183,7 @@ class Shadows:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the steps, and the values that they have stored."""
+        """Discard the record of steps, and the values that they have stored."""
         self.stepped.clear()
         for each in self._stored:
             each.clear()
@@ -299,7 +299,7 @@ def _own(value: Any) -> Any:
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the keys and values that a step has stored in a dict of :func:`_own` values."""
+    """Yield the keys and values that a step has stored in a dict of :func:`_own` values."""
     for key, value in after.items():
         is_new = before.get(key, after) is not value
         in_place = isinstance(value, Tensor) and value.numel() == 1 and value._version > 0
@@ -326,7 +326,8 @@ def _is_small(value: Any) -> bool:
 
 
 def entries_of(optimizer: Any) -> defaultdict[Any, Any]:
-    """Returns copies of the state entries whose keys are no tensors: each chunk may change them."""
+    """Returns copies of the state entries whose keys are not tensors. Each chunk may change its
+    copies."""
     states: defaultdict[Any, Any] = defaultdict(dict)
     for key, value in optimizer.state.items():
         if not isinstance(key, Tensor):

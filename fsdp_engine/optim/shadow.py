@@ -245,8 +245,8 @@ class Slot:
             if value.flat_placement != placement:
                 raise ValueError(
                     f"state {key!r} of {placement.name or 'a parameter'}: expected {placement}; "
-                    f"found {value.flat_placement}. State of torch.save fits the ranks and the "
-                    "levels that it was saved with; fe.save_checkpoint saves for any"
+                    f"found {value.flat_placement}. State of torch.save can only be loaded with "
+                    "the same ranks and levels; fe.save_checkpoint saves state for any"
                 )
             return value, value.local
         if isinstance(value, Tensor) and value.ndim and value.shape == placement.shape:

@@ -60,7 +60,7 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def is_elementwise(optimizer: Optimizer, state_format: StateFormat) -> bool:
     """Returns whether the step of ``optimizer`` is known to update each element independently.
 
-    Known are the classes of :func:`shard_optimizer`, and subclasses that inherit their step.
+    The known classes are those of :func:`shard_optimizer`, and subclasses that inherit their step.
     """
     kinds = type(optimizer).__mro__
     known = (k for k in kinds if k in _ELEMENTWISE or state_format.is_elementwise(optimizer, k))
@@ -101,7 +101,7 @@ def shard_optimizer(
         ``optimizer`` itself.
 
     Raises:
-        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``.
+        TypeError: ``optimizer`` is not a ``torch.optim.Optimizer``, or ``whole`` is a string.
         ValueError: ``optimizer`` has ``differentiable=True``; a trial step failed; a parameter that
             needs a step of the full tensor is a DTensor over other mesh dimensions; a shard
             boundary is inside a block of quantised state; or the state cannot be kept in the memory
@@ -111,9 +111,11 @@ def shard_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: expected a torch.optim.Optimizer; found {optimizer!r}")
     name = type(optimizer).__name__
+    if isinstance(whole, str):
+        raise TypeError(f"whole: expected a list of patterns or a bool; found {whole!r}")
     if elementwise and whole:
         raise ValueError(
-            f"whole: expected nothing beside elementwise=True, for {name}; found {whole!r}"
+            f"whole: expected no patterns with elementwise=True, for {name}; found {whole!r}"
         )
     if optimizer.defaults.get("differentiable"):
         raise ValueError(
@@ -219,7 +221,7 @@ class _LocalShadow(Shadow):
         return self.local_states
 
     def param_of(self, local: Tensor) -> Tensor:
-        """Returns the parameter of a slice, or ``local`` itself if it is no slice."""
+        """Returns the parameter of a slice, or ``local`` itself if it is not a slice."""
         return self.local_states.param_of(local)
 
 
@@ -245,7 +247,8 @@ class _OriginalState:
         return self._state()
 
     def entry(self, key: Any) -> Any:
-        """Returns the state of a key that is no slice. It is created if missing, as torch does."""
+        """Returns the state of a key that is not a slice. If it is missing, it is created, as torch
+        does."""
         state = self._state()
         return state[key] if key in state else self.state_to_change()[key]
 
@@ -275,7 +278,7 @@ class _LocalState(_WriteThrough):
 
 
 class _LocalStates(_WriteThrough):
-    """``state`` of the shadow, with slices as keys. Other keys have the optimizer's entries."""
+    """``state`` of the shadow, with slices as keys. Entries of other keys are the optimizer's."""
 
     def __init__(self, original: _OriginalState) -> None:
         super().__init__()
@@ -306,12 +309,12 @@ class _LocalStates(_WriteThrough):
         self._original.state_to_change().pop(key if slot is None else slot.param, None)
 
     def param_of(self, local: Tensor) -> Tensor:
-        """Returns the parameter of a slice, or ``local`` itself if it is no slice."""
+        """Returns the parameter of a slice, or ``local`` itself if it is not a slice."""
         slot = self._original.slot_of.get(id(local))
         return local if slot is None else slot.param
 
     def load_other(self, key: Any, value: Any) -> None:
-        """Add the optimizer's entry for a key that is no slice."""
+        """Add the optimizer's entry for a key that is not a slice."""
         dict.__setitem__(self, key, value)
 
     def load(self, slot: Slot, param_state: dict[Any, Any]) -> None:
@@ -333,7 +336,7 @@ class _LocalStep(StepHook):
         self._slices = Slices([])
         self._local_of: dict[int, Tensor] = {}  # by id of the FlatDTensor
         self._local_states = _LocalStates(self._original)
-        # Objects of the optimizer's state at the last time when the shadow's state matched it.
+        # Objects of the optimizer's state when the shadow's state last matched it.
         self._known_state: Any = None
         self._known_entries: list[Any] = []
         self._known_dicts: list[dict[Any, Any]] = []

@@ -7,12 +7,12 @@ from typing import Any
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether a value is a number, a text or None."""
+    """Returns whether a value is a number, a string or None."""
     return value is None or isinstance(value, bool | int | float | complex | str)
 
 
 def leaves_of(tree: Any) -> Iterator[Any]:
-    """Yields the leaves of nested dicts, lists and tuples, in order."""
+    """Yield the leaves of nested dicts, lists and tuples, in order."""
     if isinstance(tree, Mapping):
         for value in tree.values():
             yield from leaves_of(value)

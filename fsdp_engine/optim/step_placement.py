@@ -34,7 +34,7 @@ class StatePlace(StepChunk):
         return list(states)
 
     def abandon(self) -> None:
-        """Free the memory on the device, when the lanes have no pending work."""
+        """Free the memory on the device. The lanes must have no pending work."""
 
 
 class StepPlacement:

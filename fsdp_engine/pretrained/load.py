@@ -115,8 +115,8 @@ def _generators_of_first_rank(engine: Engine) -> Iterator[None]:
     """Context in which all ranks draw random numbers from the states of the first rank, so that
     replicas draw the same values. Collective.
 
-    Afterwards a rank whose own states differed from these restores its own states. Generators of
-    the other ranks keep their new states, which are equal.
+    Afterwards a rank whose states differed from those of the first rank restores its own states.
+    The other ranks keep the states after the draws, which are equal.
     """
     if engine.ranks.size == 1:
         yield
@@ -293,8 +293,8 @@ def engine_of_model(given: nn.Module | Engine) -> Engine:
     engine = engine_of(given) if isinstance(given, nn.Module) else None
     if engine is None:
         raise ValueError(
-            "model_or_engine: expected what fe.shard returned, or the model that it was given; "
-            f"found {type(given).__name__}"
+            "model_or_engine: expected the engine that fe.shard returned, or the model that was "
+            f"passed to fe.shard; found {type(given).__name__}"
         )
     return engine
 
@@ -340,7 +340,7 @@ def _mismatches(
     if adapters:
         are_new = all(name in initialized for name in adapters)
         values = "got PEFT's initial values" if are_new else "keep the model's values"
-        parts.append(f"it has none of {len(adapters)} tensors of adapters, which {values}")
+        parts.append(f"found none of {len(adapters)} tensors of adapters, which {values}")
     if others := [name for name in report.missing if name not in set(adapters)]:
         parts.append(
             f"missing in the folder, initialized by the model or unchanged: {', '.join(others)}"

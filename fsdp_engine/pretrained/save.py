@@ -101,7 +101,9 @@ def save_pretrained(
             if hidden:
                 os.replace(directory / BEFORE, directory / CONFIG)
         except OSError as failed:
-            error = OSError(f"{caught}; its older {CONFIG} is still named {BEFORE}: {failed}")
+            error = OSError(
+                f"{caught}; the older {CONFIG} in {directory} is still named {BEFORE}: {failed}"
+            )
             error.__cause__ = caught
     else:
         try:

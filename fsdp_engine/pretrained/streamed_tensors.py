@@ -46,9 +46,9 @@ class StreamedParam:
         shape: The shape of the unsharded tensor.
         dtype: The dtype of the streamed elements.
         buffer, index: The buffer that holds the main weights, and the parameter's index in it.
-        before: Number of elements of other ranks' experts before the buffer's tensor in the
-            unsharded tensor.
-        is_of_experts: Whether the parameter belongs to experts, of which ranks hold different ones.
+        before: Number of elements in the unsharded tensor that precede the buffer's tensor. They
+            belong to experts of other ranks.
+        is_of_experts: Whether the parameter belongs to experts that differ between ranks.
     """
 
     name: str
@@ -186,8 +186,8 @@ def _param(
     if isinstance(as_saved.saved, FlatDTensor) and as_saved.saved is not as_saved.held:
         if buffer.records[index].spread is not None:
             raise ValueError(
-                f"{name}: expected experts that are not DTensors, or that all ranks share; "
-                "found a DTensor of which ranks hold different experts"
+                f"{name}: expected a DTensor of experts that all ranks share, or plain tensors of "
+                "experts; found a DTensor whose experts differ between ranks"
             )
         place = as_saved.saved.flat_placement
         low, _ = buffer.layout.tensor_range(index, buffer.spec.optim_depth, buffer.mesh.coordinate)

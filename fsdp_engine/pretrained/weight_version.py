@@ -84,16 +84,16 @@ class WeightVersion:
         """
         if self._is_used:
             raise RuntimeError(
-                "changed_since: expected a version that no other iteration uses; found one that is "
-                "not at its end"
+                "changed_since: expected a version that no other iteration uses; found one whose "
+                "last iteration has not ended"
             )
         for name, tensor in self._tensors.items():
             dtype, count = sent.get(name, (None, 0))
             if tensor.dtype != dtype or tensor.numel() != count:
+                expected = f"with {count} elements of {dtype}" if dtype else "without"
                 raise ValueError(
-                    f"changed_since: expected a version of these weights, with {count} elements of "
-                    f"{dtype} of {name}; found {tensor.numel()} of {tensor.dtype}. Begin with a "
-                    "new one"
+                    f"changed_since: expected a version of these weights, {expected} of {name}; "
+                    f"found {tensor.numel()} elements of {tensor.dtype}. Pass a new WeightVersion"
                 )
 
     def begin(self) -> None:

@@ -133,7 +133,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     hooks = hooks_of(module)
     if hooks is None:
         raise ValueError(
-            "module: expected a unit or the root of a model given to shard(); found "
+            "module: expected a unit or the root of a model that was passed to shard(); found "
             f"{type(module).__name__}"
         )
     method = getattr(module, name, None)

@@ -48,4 +48,4 @@ class KeptTensors:
             Two values. The first is a list of the tensors that were found. The second is a text for
             messages if the call computed a later tensor, which was not found; otherwise None.
         """
-        return [], "others (the extension kept_tensors, which searches for them, is missing)"
+        return [], "others (the extension kept_tensors, which finds them, is not installed)"

@@ -96,10 +96,11 @@ class ImplicitUses:
             elif unit not in self._warned:
                 self._warned.add(unit)
                 warnings.warn(
-                    f"parameters of unit {unit.label} are read in the model's forward outside that "
-                    "of the unit, as when a module within it is called from elsewhere: the unit "
-                    "stays full until the model's forward returns. Make a unit of that module "
-                    "(units=), or call it within the unit's forward",
+                    f"unit {unit.label}: expected reads of its parameters within the unit's "
+                    "forward; found one in the model's forward, outside that of the unit. The unit "
+                    "stays unsharded until the model's forward returns. If another module calls a "
+                    "module of the unit, make a unit of that module (units=), or call it within "
+                    "the unit's forward",
                     stacklevel=2,
                 )
         return True

@@ -113,9 +113,9 @@ def check_same(
                 found = fn(allocator.empty(0, main.dtype, main.device))
                 if (found.dtype, found.device) != (main.dtype, main.device):
                     raise ValueError(
-                        f"{record.name}: expected {main.dtype} on {main.device} to stay, without "
-                        f"an extension; found {found.dtype} on {found.device}. Change the model "
-                        "before shard()"
+                        f"{record.name}: expected {main.dtype} on {main.device}, as at shard(); "
+                        f"found {found.dtype} on {found.device}. Without an extension for "
+                        "this, change the model before shard()"
                     )
 
 

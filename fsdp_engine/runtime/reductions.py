@@ -313,7 +313,7 @@ class Reductions:
         if self._queue is not None and self._queue.autograd_is_done:
             raise RuntimeError(
                 f"backward: expected the weight gradients of {self._missing()}, which the last "
-                "backward put off, to be computed first (backward_dw); found them missing"
+                "backward postponed, to be computed first; found them missing. Call backward_dw()"
             )
         if self.phase is Phase.ISSUED:
             raise RuntimeError(
@@ -374,8 +374,8 @@ class Reductions:
             RuntimeError: The gradients of a unit are reduced only once in a backward.
         """
         raise RuntimeError(
-            f"a gradient for unit {unit.label} was computed after its reduction had started: "
-            "expected one gradient per parameter and backward; found a second one (a parameter "
+            f"backward of unit {unit.label}: expected one gradient per parameter and backward; "
+            "found a second one, which was computed after its reduction had started (a parameter "
             "that is used in several re-entrant checkpoints?). Put the modules that share it into "
             "one unit, or use checkpoint(..., use_reentrant=False)"
         )

@@ -387,7 +387,7 @@ class Scheduler:
         Raises:
             NotImplementedError: Only a subclass supports this.
         """
-        raise _unknown("gradients of a unit that come in several runs of autograd")
+        raise _unknown("gradients of a unit that several runs of autograd compute")
 
     def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
         """Called when this run of autograd reaches ``following``. None: the backward ends."""
@@ -536,8 +536,8 @@ class Scheduler:
 
 def _unknown(found: str) -> NotImplementedError:
     return NotImplementedError(
-        f"expected one backward at a time, which autograd runs once; found {found}. The extension "
-        "nested_backwards supports this, and is missing from this package"
+        f"backward: expected one backward at a time, which autograd runs once; found {found}. The "
+        "extension nested_backwards supports this, and is not part of this installation"
     )
 
 

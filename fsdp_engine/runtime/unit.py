@@ -453,7 +453,7 @@ class Unit:
                     f"forward: expected {names[0]} to stay frozen, as it was at shard(); found it "
                     f"with requires_grad ({len(names)} such parameters in {self.label}). No "
                     "memory for its gradients was planned: set requires_grad=True before shard(), "
-                    "and False after it until it shall be trained"
+                    "and False after shard() until the parameter is to be trained"
                 )
 
     def follow_requires_grad_in_backward(self) -> None:

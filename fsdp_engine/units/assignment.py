@@ -424,8 +424,8 @@ def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
     for name, module in found:
         if _is_container(module):
             raise ValueError(
-                f"units: expected modules that have a forward; {_describe(selector)} matches "
-                f"{name}, a {type(module).__name__}, which is never called"
+                f"units: expected modules that have a forward; found {name}, a "
+                f"{type(module).__name__} without one, for {_describe(selector)}. Name its children"
             )
     return dict(found)
 

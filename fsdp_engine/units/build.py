@@ -232,8 +232,8 @@ class InitialValues:
         """
         if any(notes):
             raise ValueError(
-                "model: expected values on all ranks, without the extension for initial values; "
-                "found tensors on the meta device"
+                "model: expected tensors with values on all ranks; found tensors on the meta "
+                "device. The extension that initializes them is not part of this installation"
             )
         return self
 

@@ -47,8 +47,8 @@ def ranks_of_model(
         meshes.append(mesh)
         if mesh.device_type != data.device_mesh.device_type:
             raise ValueError(
-                f"{name}: expected a DTensor on {data.device_mesh.device_type}, as the mesh; found "
-                f"one on {mesh.device_type}"
+                f"{name}: expected a DTensor on {data.device_mesh.device_type}, like the mesh; "
+                f"found a DTensor on {mesh.device_type}"
             )
         sharing = experts if experts is not None and is_of_experts(param, data) else data
         try:

@@ -393,7 +393,7 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(
             f"{record.name}: expected a parameter with a shape; found a lazy one that no "
-            "forward has initialised"
+            "forward has initialised. Call the model once before shard()"
         )
     if param.is_meta and any(
         getattr(module, "primary_weights_in_fp8", False) for module, _ in record.holders
@@ -404,8 +404,8 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     if isinstance(param, FlatDTensor):
         raise ValueError(
-            f"{record.name}: expected a parameter that no engine has; found a slice of one that "
-            "was sharded before"
+            f"{record.name}: expected a parameter that is not sharded yet; found a slice of one "
+            "that was sharded before"
         )
     if record.spread is not None:
         param = record.shard
@@ -431,8 +431,8 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         raise ValueError(
             f"{record.name}: expected delay_wgrad_compute=True, or the extension for it, since its "
-            "module delays weight gradients (skip_backward_post_hook); found none, so that they "
-            "would be lost"
+            "module delays weight gradients (skip_backward_post_hook); found neither, so these "
+            "gradients would be lost"
         )
 
 

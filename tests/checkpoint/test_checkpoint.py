@@ -15,9 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint.model_state import holds_exactly
 from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.strategies import LEVELS
 from tests import models, reference
@@ -174,6 +177,103 @@ def test_everything_that_does_not_fit_is_listed_at_once() -> None:
             (TypeError, "a torch.optim.Optimizer or None; found 3", partial(call, engine, 3)),
         )
     assert not Path(f"{folder}-not").exists()
+
+
+class WithBuffer(nn.Linear):
+    """A layer with a persistent buffer."""
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("buffer", buffer)
+
+
+EXACT = [
+    *((torch.uint8, torch.bfloat16), (torch.int8, torch.float16), (torch.int16, torch.float32)),
+    *((torch.int32, torch.float64), (torch.bool, torch.float32), (torch.uint8, torch.int16)),
+    *((torch.float8_e4m3fn, torch.bfloat16), (torch.float8_e5m2, torch.float16)),
+    *((torch.bfloat16, torch.float32), (torch.float32, torch.complex64)),
+]
+ROUNDED = [
+    *((torch.int64, torch.float32), (torch.int32, torch.float32), (torch.int64, torch.float64)),
+    *((torch.int16, torch.float16), (torch.int16, torch.bfloat16), (torch.int64, torch.int32)),
+    *((torch.int8, torch.uint8), (torch.float32, torch.int64), (torch.float16, torch.bfloat16)),
+    *((torch.bfloat16, torch.float16), (torch.float64, torch.complex64)),
+    *((torch.complex64, torch.float32), (torch.float32, torch.bool)),
+    *((torch.float8_e4m3fn, torch.float8_e5m2), (torch.bfloat16, torch.float8_e5m2)),
+]
+
+
+def test_dtypes_that_hold_all_values_of_another() -> None:
+    assert all(holds_exactly(dtype, found) for found, dtype in EXACT)
+    assert not any(holds_exactly(dtype, found) for found, dtype in ROUNDED)
+
+
+@on_ranks(2)
+def test_buffers_are_not_rounded() -> None:
+    folder = shared_folder()
+    save_checkpoint(folder, fe.shard(WithBuffer(torch.tensor([2**24 + 1]))))
+    engine = fe.shard(model := WithBuffer(torch.zeros(1)))
+    with refused(model, "buffer: expected torch.float32, or a dtype that it holds exactly"):
+        load_checkpoint(folder, engine)
+    save_checkpoint(folder, fe.shard(WithBuffer(torch.ones(1).to(torch.float8_e4m3fn))))
+    engine = fe.shard(model := WithBuffer(torch.zeros(1)))
+    load_checkpoint(folder, engine)
+    assert model.buffer == 1
+
+
+@on_ranks(2)
+def test_a_buffer_that_no_rank_holds_in_full_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    buffer = distribute_tensor(torch.arange(4.0), mesh["tp"], [Shard(0)])
+    engine = fe.shard(WithBuffer(buffer), mesh["dp"])
+    with pytest.raises(ValueError, match=r"each rank holds in full; found buffer, a DTensor"):
+        save_checkpoint(f"{shared_folder()}/{dist.get_rank()}", engine)
+
+
+class WithScaler:
+    """An optimizer of Megatron-Core, as far as checkpoints know."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.grad_scaler, self.scale = optimizer, self, torch.ones(1)
+
+    def get_loss_scale(self) -> torch.Tensor:
+        return self.scale
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self.scale = state_dict["scale"]
+
+
+@on_ranks(2)
+def test_optimizers_of_torch_and_of_megatron_are_saved_together() -> None:
+    folder = shared_folder()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    engine = fe.shard(model)
+
+    def optimizers() -> list[Any]:
+        adamw, sgd = torch.optim.AdamW(model[0].parameters()), reference.sgd(model[1].parameters())
+        return [WithScaler(adamw), fe.shard_optimizer(sgd)]
+
+    scaled, sgd = optimizers()
+    model(torch.ones(2, 4)).sum().backward()
+    scaled.optimizer.step()
+    sgd.step()
+    scaled.scale = torch.full((1,), 8.0)
+    save_checkpoint(folder, engine, [scaled, sgd])
+    again = optimizers()
+    load_checkpoint(folder, engine, again)
+    assert again[0].scale == 8
+    for found, expected in zip(
+        (again[0].optimizer, again[1]), (scaled.optimizer, sgd), strict=True
+    ):
+        for param, state in expected.state.items():
+            assert found.state[param].keys() == state.keys()
+            for key, value in state.items():
+                assert torch.equal(reference.full(found.state[param][key]), reference.full(value))
+    with pytest.raises(ValueError, match="None for weights alone; found an empty list"):
+        save_checkpoint(folder, engine, [])
 
 
 @on_ranks(2)

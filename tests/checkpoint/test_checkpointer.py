@@ -327,8 +327,8 @@ def test_bad_arguments_and_those_that_differ_between_ranks_are_refused() -> None
     kind = torch.optim.SGD if first else torch.optim.AdamW
     other = kind(model.parameters(), lr=0.1)
     another = fe.Checkpointer(folder / "another", engine, other)
-    keeps, same = "keep: expected a number of at least 1", "expected the same on all ranks"
-    saves = "step: expected a number of at least 0"
+    keeps, same = "keep: expected an int of at least 1", "expected the same on all ranks"
+    saves = "step: expected an int of at least 0"
     before = contents(model, optimizer)
 
     def save(step: Any) -> Callable[[], Any]:

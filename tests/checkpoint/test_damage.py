@@ -492,7 +492,7 @@ def test_every_protocol_is_read(tmp_path: Path) -> None:
             assert read_metadata(tmp_path) == expected
         else:
             content = pickle.dumps([1, "a\n", 2.5], protocol)
-            refused(tmp_path, content, "expected as the object Metadata; found .* list")
+            refused(tmp_path, content, "the object: expected Metadata; found .* list")
 
 
 # --- values ---
@@ -552,11 +552,11 @@ def test_an_error_names_the_place_or_the_field(tmp_path: Path) -> None:
     for path in ("../secret", "/etc/passwd", "a/../../b", "", ".", "a\0b", 5, None):
         refused(tmp_path, places("relative_path", path), "relative_path")
     for field, new in (("offset", "x"), ("length", "x"), ("relative_path", 5)):
-        message = rf"expected as {field} of .* found .* type {type(new).__name__}"
+        message = rf"{field} of .*: expected .* found .* type {type(new).__name__}"
         refused(tmp_path, places(field, new), message)
     fields = ["planner_data", "storage_data", "state_dict_metadata"]
     for field, new in itertools.product(fields, (7, DEEP)):
-        message = rf"expected as {field} dict .* type {type(new).__name__}"
+        message = rf"{field}: expected dict .* type {type(new).__name__}"
         refused(tmp_path, lambda m, f=field, n=new: setattr(m, f, n), message)
     for content in (b"]" * 200_000 + b"a" * 199_999 + b".", b"(" * 200_000):
         refused(tmp_path, b"\x80\x02" + content)

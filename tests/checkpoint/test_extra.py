@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections import OrderedDict, deque
 from contextlib import closing
 from dataclasses import dataclass
@@ -233,6 +234,23 @@ def test_extras_that_cannot_be_saved_raise_on_all_ranks_by_name() -> None:
     fe.Checkpointer(folder, engine, extra={"norm": Values([replicated])}).save(0)
 
 
+@on_ranks(2)
+def test_tensors_within_objects_have_other_names_than_those_of_the_user() -> None:
+    folder = shared_folder()
+    model, engine = sharded_mlp()
+    tensor = model.up.weight.detach().clone()
+    saved = {"unnamed": [tensor, tensor + 1], "own": Own(tensor + 2), "a": {"b": tensor + 3}}
+    saved |= {"a.b#2": tensor + 4, "a.b": tensor + 5}
+    expected = list(map(reference.full, [each for v in saved.values() for each in tensors_in(v)]))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*a load refuses it")
+        fe.save_checkpoint(folder, engine, extra=saved)
+    loaded = fe.load_checkpoint(folder, engine, trust=True)
+    found = list(map(reference.full, [each for v in loaded.values() for each in tensors_in(v)]))
+    assert len(found) == len(expected) == 6
+    assert all(map(torch.equal, found, expected))
+
+
 def save_plain(folder: str) -> None:
     _, engine = sharded_mlp()
     rank = dist.get_rank()
@@ -280,7 +298,7 @@ def load_from_before(folder: str) -> None:
     if not is_same_job:
         with pytest.raises(ValueError, match=message):
             checkpointer.load()
-    with pytest.raises(ValueError, match=r"extra: expected full tensors.*as many ranks"):
+    with pytest.raises(ValueError, match=r"extra: expected full tensors.*number of ranks"):
         fe.load_checkpoint(f"{folder}/one", engine)
     for name, value in reference.full_weights(model).items():
         assert torch.equal(value, weights[name])

@@ -395,7 +395,7 @@ def damaged(whole: bytes) -> list[tuple[bytes, str]]:
         (with_header(b"{]"), "expected a header in JSON of 2 bytes"),
         (with_header(b'{"\xff": 1}'), "expected a header in JSON"),
         (with_header(b"[" * 200_000), "expected a header in JSON"),
-        (with_header([1]), "expected a header with names; found b'[1]'"),
+        (with_header([1]), "expected a JSON object as header; found b'[1]'"),
         (with_header({"a": 1}), "expected dtype, shape and two data_offsets of a"),
         (with_header({**header, first: {}}), f"two data_offsets of {first}; found {{}}"),
         (entry(dtype="F4"), "to have one of the dtypes F64, F32"),
@@ -434,7 +434,7 @@ def test_a_damaged_file_or_folder_is_named_and_changes_nothing() -> None:
     refuse("found a file", place=str(index), kind=NotADirectoryError)
     whole = index.read_text()
     with_z = json.dumps({"weight_map": {**json.loads(whole)["weight_map"], "z": names[0]}})
-    no_names = "expected a weight_map from tensors to names of files"
+    no_names = "expected a weight_map from tensors to files"
     for text, expected in {
         **dict.fromkeys(("", "[]", "{}", '{"weight_map": []}'), "expected JSON with a weight_map"),
         '{"weight_map": {}}': no_names,
@@ -451,7 +451,7 @@ def test_a_damaged_file_or_folder_is_named_and_changes_nothing() -> None:
     on_rank_0(partial(index.write_text, whole))
     load_safetensors(engine, folder)
     on_rank_0((Path(folder) / names[1]).unlink)
-    refuse(f"files that it names beside it; found no {names[1]}", kind=missing)
+    refuse(f"files that it names in the same folder; found no {names[1]}", kind=missing)
 
 
 @on_ranks(2)
@@ -484,7 +484,7 @@ def test_bad_arguments_of_an_export_are_refused_on_every_rank() -> None:
     )
     assert visible(folder) == ["file"]
     dist.barrier()
-    at_rest = "to hold its sharded parameter"
+    at_rest = "expected the sharded parameter as"
     with engine.unsharded():
         raises_each(
             (RuntimeError, at_rest, export()),

@@ -276,7 +276,7 @@ def test_a_damaged_manifest_is_another_nodes_to_replace_and_a_copy_is_an_error()
         if rank() == 0:
             flip(next(Path(root).glob("node0/step-*2/__shards_*_0_*.distcp")))
         dist.barrier()
-        with pytest.raises(ValueError, match=r"found 1 that are not"):
+        with pytest.raises(ValueError, match=r"found 1 that differ"):
             checkpointer.load(2, verify=True)
 
 

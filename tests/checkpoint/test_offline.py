@@ -218,9 +218,9 @@ def test_every_kind_of_damage_is_found_and_named(copy: Path) -> None:
         assert "every byte is as it was written" in run("verify", folder)
 
     path, place = byte_of(folder, KEY)
-    parts = (f"{path.name}: expected", f"damaged are {KEY}\n")
+    parts = (f"{path.name}: expected", f"damaged entries are {KEY}\n")
     damaged(lambda path: flip(path, place), path.name, *parts)
-    damaged(lambda path: path.write_bytes(path.read_bytes()[:-1]), path.name, "damaged are")
+    damaged(lambda path: path.write_bytes(path.read_bytes()[:-1]), path.name, "damaged entries are")
     for name in (path.name, METADATA):
         damaged(Path.unlink, name, "found none")
     damaged(lambda path: flip(path, 50), METADATA)
@@ -232,12 +232,12 @@ def test_every_kind_of_damage_is_found_and_named(copy: Path) -> None:
     (lost.parent / "notes.txt").write_text("mine")
     found = facts(run("inspect", copy / "run", "--no-tensors"))
     assert (found["MISSING"], found["stray"]) == (lost.name, "notes.txt")
-    assert found["besides"] == ".saving-dead (not complete)"
+    assert found["incomplete"] == ".saving-dead"
     lost.write_bytes(kept)
     (lost.parent / "notes.txt").unlink()
     damaged(Path.unlink, MANIFEST, "expected the manifest of step-00000001; found none")
     (folder / "notes.txt").write_text("mine")
-    assert "not part of it: notes.txt" in run("verify", folder)
+    assert "not part of the checkpoint: notes.txt" in run("verify", folder)
     (folder / MANIFEST).unlink()
     output = run("verify", copy / "run", code=1)
     assert "step-00000002: every byte is as it was written" in output
@@ -252,11 +252,11 @@ def test_without_a_manifest_files_are_compared_with_checksums_in_the_metadata(co
     path, place = byte_of(folder, KEY)
     between = path.read_bytes().rindex(b"ZZZZ")  # padding
     flip(path, between)
-    assert f"{path.name}: expected bytes " in (output := run("verify", folder, code=1))
-    assert "no tensor is damaged (padding between them)" in output
+    assert f"{path.name}: expected CRC-32C " in (output := run("verify", folder, code=1))
+    assert "only padding between entries is damaged" in output
     flip(path, between)
     flip(path, place)
-    assert f"damaged are {KEY}\n" in run("verify", folder, code=1)
+    assert f"damaged entries are {KEY}\n" in run("verify", folder, code=1)
     path.write_bytes(path.read_bytes()[:-1])
     assert f"{path.name}: expected " in run("verify", folder, code=1)
 
@@ -268,13 +268,13 @@ def test_without_checksums_each_entry_is_compared_with_its_own(copy: Path, name:
         without_sums(folder)
     (folder / "__shards_old.distcp").write_text("")
     output = run("verify", folder)
-    assert "no checksums of files, neither in manifest.json nor in .metadata" in output
-    assert "not part of it: __shards_old.distcp" in output
+    assert "neither manifest.json nor .metadata has checksums of files" in output
+    assert "not part of the checkpoint: __shards_old.distcp" in output
     path, place = byte_of(folder, KEY)
     flip(path, place)
-    assert f"{path.name}: damaged are {KEY}\n" in run("verify", folder, code=1)
+    assert f"{path.name}: damaged entries are {KEY}\n" in run("verify", folder, code=1)
     path.write_bytes(path.read_bytes()[:-1])
-    assert " damaged are " in run("verify", folder, code=1)
+    assert " damaged entries are " in run("verify", folder, code=1)
     path.unlink()
     assert f"{path.name}: expected a file; found none" in run("verify", folder, code=1)
     (folder / METADATA).write_bytes(b"nonsense")

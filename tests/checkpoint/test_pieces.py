@@ -107,8 +107,13 @@ def test_what_is_no_reindexing_is_refused() -> None:
         torch.exp(pieces)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reshape: expected 4 elements"):
         pieces.reshape(3, 2)
-    with pytest.raises(ValueError, match="cat: expected shapes like"):
+    with pytest.raises(ValueError, match="cat: expected shape"):
         torch.cat([pieces, stored((3, 3), 0)[1]])  # type: ignore[list-item]
+    tensor, rows = stored((4, 2), 0)
+    check(tensor.narrow(0, -3, 2), rows.narrow(0, -3, 2))
+    for start, length in ((3, 2), (-5, 2), (0, -1)):
+        with pytest.raises(ValueError, match="narrow: expected a range within dim 0 of size 4"):
+            rows.narrow(0, start, length)
     _, wide = stored((2, MOST_BOXES + 1), 0)
-    with pytest.raises(ValueError, match=r"at most 65536 pieces; found 65537"):
+    with pytest.raises(ValueError, match=r"at most 65536 boxes; found 65537"):
         wide.t().reshape(-1)

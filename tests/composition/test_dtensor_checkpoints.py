@@ -117,6 +117,20 @@ def test_any_cut_loads_what_any_other_saved(
         assert_same(run_on(load, loaded), expected)
 
 
+@on_ranks(4)
+def test_a_save_in_the_background_copies_dtensors() -> None:
+    folder = shared_folder()
+    for name in ("tp2 dp2 no_shard", "tp2 dp2"):
+        engine, optimizer = trained(CUTS[name], {}, 2)
+        checkpointer = fe.Checkpointer(f"{folder}/{name}", engine, optimizer)
+        checkpointer.save_async(1)
+        expected = {key: value.clone() for key, value in everything(engine, optimizer).items()}
+        steps(engine.model, optimizer, 1)
+        checkpointer.load()
+        assert_same(everything(engine, optimizer), expected)
+        checkpointer.close()
+
+
 def through_dcp(model: Any, optimizer: Any, folder: str, saves: bool) -> dict[str, Tensor]:
     """Save, or load; the whole weights after that."""
     parts = get_state_dict(model, optimizer)

@@ -53,7 +53,7 @@ def test_dtensors_that_cannot_be_sharded() -> None:
         (model, tp, ("embedding.weight", "overlapping")),
         (model, mesh_of((4,), ("all",)), ("embedding.weight",)),
         (model, data, ("embedding.weight", "names")),
-        (on_cuda, dp, ("norm.weight", "one on cuda")),
+        (on_cuda, dp, ("norm.weight", "found a DTensor on cuda")),
         (partial, dp, ("norm.weight", "Partial")),
         (tied, dp, ("embedding.weight", "head.weight", "same elements")),
     ]
@@ -113,6 +113,6 @@ class Odd(nn.Module):
 def test_a_gradient_that_is_no_dtensor() -> None:
     mesh = two_by_two()
     engine = fe.shard(Odd(mesh["tp"]), mesh["dp"])
-    expected = "backward: expected for weight a gradient that is a DTensor"
+    expected = "backward: expected a gradient of weight that is a DTensor"
     with pytest.raises(RuntimeError, match=expected):
         engine.model(torch.ones(1, requires_grad=True)).sum().backward()

@@ -108,6 +108,18 @@ def test_values_from_whole_tensors_and_from_generators() -> None:
 
 
 @on_ranks(4)
+def test_ranks_with_different_seeds_draw_one_tensor_along_all_dimensions() -> None:
+    _, engine = both()
+    for name in ("blocks.0.norm.weight", "blocks.0.up.weight"):  # Replicate(), Shard(0) over tp
+        param: Any = engine.model.get_parameter(name)
+        torch.manual_seed(dist.get_rank())
+        with torch.no_grad():
+            nn.init.normal_(param)
+        torch.manual_seed(0)
+        assert torch.equal(full(param), torch.empty(param.shape).normal_()), name
+
+
+@on_ranks(4)
 def test_gradients_of_a_penalty_outside_forward_and_what_hooks_see() -> None:
     weights = torch.arange(17.0 * 6).view(17, 6) / 100
     seen: dict[str, Tensor] = {}

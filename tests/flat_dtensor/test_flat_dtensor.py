@@ -10,6 +10,7 @@ import math
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -352,6 +353,24 @@ def test_a_mask_of_the_same_slice_selects(mesh: DeviceMesh) -> None:
     flat[flat > 0.5] = 7.0
     full[full > 0.5] = 7.0
     check(flat, full)
+
+
+def test_each_form_of_in_place_change_is_announced(mesh: DeviceMesh) -> None:
+    """The engine waits for copies of the slice before it changes."""
+    param, announced = param_of(torch.rand(SHAPE), mesh), []
+    param.backref = Mock(prepare_change=lambda: announced.append(1))
+    changes: list[Callable[[], Any]] = [
+        lambda: param.mul_(2),
+        lambda: torch.add(param.detach(), 1, out=param),
+        lambda: param.__setitem__(param > 0.5, 0.0),
+        lambda: param.copy_(torch.rand(SHAPE)),
+        lambda: param.zero_(),
+        lambda: nn.init.normal_(param),
+    ]
+    with torch.no_grad():
+        for number, change in enumerate(changes, 1):
+            change()
+            assert len(announced) == number
 
 
 def test_in_place_functions_return_the_same_object(mesh: DeviceMesh) -> None:

@@ -264,6 +264,20 @@ def test_copy_takes_the_slice_of_any_distributed_tensor() -> None:
         assert torch.equal(flat.full_tensor(), other.full_tensor())
 
 
+@on_ranks(2)
+def test_copy_takes_a_number_that_another_rank_holds() -> None:
+    mesh, rank = mesh_of(2), dist.get_rank()
+
+    def number(value: float, owner: int) -> FlatDTensor:
+        start, stop = (0, 1) if rank == owner else (rank > owner, rank > owner)
+        placement = FlatPlacement.on_mesh((), int(start), int(stop), mesh, 1)
+        return FlatDTensor.from_flat_local(torch.full((placement.numel,), value), placement)
+
+    flat = number(0.0, 0)
+    flat.copy_(number(3.0, 1))
+    assert flat.full_tensor() == 3
+
+
 @on_ranks(4)
 def test_a_plain_tensor_is_modified_in_place_with_full_operands() -> None:
     mesh = mesh_of(4)

@@ -127,6 +127,28 @@ def test_changes_of_a_part_are_changes_of_the_shards(in_bf16: bool) -> None:
 
 
 @on_ranks(2)
+def test_a_square_matrix_is_transposed_in_place() -> None:
+    model = nn.Sequential(nn.Linear(6, 6))
+    whole = model[0].weight.detach().clone()
+    fully_shard(model)
+    param: Any = model[0].weight
+    with torch.no_grad():
+        assert param.t_() is param
+        torch.testing.assert_close(param.full_tensor(), whole.t())
+        param.transpose_(0, 1)
+        torch.testing.assert_close(param.full_tensor(), whole)
+
+
+@on_ranks(2)
+def test_where_of_a_condition_alone_has_the_indices_of_the_full_tensor() -> None:
+    _, whole, param = _model()
+    for found, expected in zip(torch.where(param > 0), torch.where(whole > 0), strict=True):
+        assert torch.equal(found, expected)
+    found = torch.where(param > 0, param, 0.0)
+    assert torch.equal(found.full_tensor(), torch.where(whole > 0, whole, 0.0))
+
+
+@on_ranks(2)
 def test_a_held_view_is_written_unless_its_tensor_has_changed_since() -> None:
     model, whole, param = _model()
     with torch.no_grad():

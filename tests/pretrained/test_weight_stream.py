@@ -435,11 +435,11 @@ def test_a_version_serves_one_iteration_at_a_time() -> None:
 @on_ranks(2)
 def test_streams_are_at_rest_only() -> None:
     model = models.Transformer()
-    with pytest.raises(ValueError, match=r"expected what fe\.shard returned"):
+    with pytest.raises(ValueError, match=r"expected the engine that fe\.shard returned"):
         fe.weight_stream(model)
     engine = fe.shard(model)
     stream = fe.weight_stream(engine)
-    with engine.unsharded(), pytest.raises(RuntimeError, match="to hold its sharded parameter"):
+    with engine.unsharded(), pytest.raises(RuntimeError, match="expected the sharded parameter as"):
         list(stream)
     found: list[str] = []
 

@@ -39,7 +39,7 @@ def test_a_function_of_ones_own_that_gets_a_slice_raises() -> None:
         model(*token_batch(2, 0)).backward()
         kept = model.head.weight  # outside the forward: a slice
         model.use_head = lambda model, x, kept=kept: Product.apply(x, kept)
-        with pytest.raises(RuntimeError, match=r"slice of head\.weight.*autograd\.Function"):
+        with pytest.raises(RuntimeError, match=r"gradient of head\.weight.*autograd\.Function"):
             model(*token_batch(2, 1)).backward()
 
 
@@ -193,11 +193,12 @@ def test_the_cost_of_a_call_from_outside_is_said_once_for_each_unit(name: str) -
     ):
         assert grad is not None
         torch.testing.assert_close(grad, 3 * torch.autograd.grad(alone(*batch), param)[0])
-    said = [str(each.message) for each in caught if "parameters of unit" in str(each.message)]
+    texts = [str(each.message) for each in caught]
+    said = [text for text in texts if "expected reads of its parameters" in text]
     assert len(said) == num_warnings
     for number, text in enumerate(said):
         assert f"unit blocks.{number}" in text
-        assert "stays full until the model's forward returns" in text
+        assert "stays unsharded until the model's forward returns" in text
 
 
 @on_ranks(2)

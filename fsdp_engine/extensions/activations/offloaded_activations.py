@@ -94,12 +94,7 @@ class OffloadActivations(EngineExtension):
             takes as long (19 us at 55 GB/s) as the host takes to submit the copy.
 
     Raises:
-<<<<<<< HEAD
-        TypeError: A value is not a number.
-        ValueError: A number is negative.
-=======
         TypeError, ValueError: A number is not an integer, or is negative.
->>>>>>> mega
     """
 
     in_flight: int | None = None
@@ -108,17 +103,8 @@ class OffloadActivations(EngineExtension):
     def __post_init__(self) -> None:
         for name in ("in_flight", "min_bytes"):
             value = getattr(self, name)
-<<<<<<< HEAD
-            if value is None and name == "in_flight":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"{name}: expected a number of bytes; found {value!r}")
-            if not value >= 0:
-                raise ValueError(f"{name}: expected a number of bytes; found {value}")
-=======
             if value is not None or name == "min_bytes":
                 check_count(name, value, 0)
->>>>>>> mega
 
     def check(self, setup: EngineSetup) -> None:
         """See the base class.

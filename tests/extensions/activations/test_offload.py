@@ -428,15 +428,11 @@ def test_bad_arguments_raise_on_all_ranks() -> None:
     given = "host" if torch.distributed.get_rank() else False
     with pytest.raises((ValueError, RuntimeError), match="checkpointing: expected True, False"):
         fe.shard(Transformer(2), checkpointing=given)
-<<<<<<< HEAD
     for wrong in ({"in_flight": "1GiB"}, {"in_flight": True}, {"min_bytes": None}):
         ((name, value),) = wrong.items()
-        with pytest.raises(TypeError, match=f"{name}: expected a number of bytes; found {value!r}"):
+        with pytest.raises(TypeError, match=f"{name}: expected .*; found {value!r}"):
             fe.OffloadActivations(**wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="in_flight: expected a number of bytes; found -1"):
-=======
     with pytest.raises(ValueError, match="in_flight: expected 0 or more; found -1"):
->>>>>>> mega
         fe.OffloadActivations(in_flight=-1)
     with pytest.raises(TypeError, match=r"min_bytes: expected an integer of 0 or more; found 0\.5"):
         fe.OffloadActivations(min_bytes=0.5)  # type: ignore[arg-type]

@@ -203,7 +203,7 @@ def test_tools_without_ranks_know_what_is_left_out(ranks: Ranks, tmp_path: Path)
         return " ".join(result.output.split())
 
     assert '"trainable_only": true' in tool("inspect", tmp_path / "a", "--json")
-    assert "frozen ones are not in it" in tool("inspect", tmp_path / "a")
+    assert "frozen ones were not saved" in tool("inspect", tmp_path / "a")
     tool("verify", tmp_path / "a")
     assert "down.weight" in tool("diff", tmp_path / "a", tmp_path / "b", code=1)
     assert "trainable_only=True" in tool("export", tmp_path / "a", tmp_path / "out", code=2)

@@ -352,7 +352,7 @@ def test_scales_of_experts_and_of_tensor_parallel_parameters_are_not_saved() -> 
     for param in experts.parameters():
         param.allreduce = False
     engine = fe.shard(experts, strategy="optim", expert_mesh=mesh["copies"])
-    found = "an expert's parameter, in its shape; found 'absmax1'"
+    found = "an expert's parameter, in the parameter's shape; found 'absmax1'"
     assert_scales_are_not_saved(experts, engine, found)
 
     mesh = mesh_of((2, 2), ("dp", "tp"))

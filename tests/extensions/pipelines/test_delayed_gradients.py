@@ -83,7 +83,7 @@ def test_delay_wgrad_compute_holds_back_the_reductions_of_what_is_late(level: st
     names = r"blocks\.0\.late\.weight.*first\.weight"
     with pytest.raises(RuntimeError, match=rf"finish_grad_sync.*backward_dw.*{names}"):
         ddp.finish_grad_sync()
-    with pytest.raises(RuntimeError, match=rf"{names}.*put off"):
+    with pytest.raises(RuntimeError, match=rf"{names}.*postponed"):
         ddp(*batch).backward()
     ddp.engine.reset()
     assert [module.weight.grad for module in late] == [None] * 4

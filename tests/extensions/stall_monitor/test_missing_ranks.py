@@ -285,7 +285,7 @@ def test_the_others_say_at_once_which_rank_has_ended(
     text = errors[0]  # rank 0 has the store: the other ranks may lose it before they ask
     assert f"rank {num_ranks - 1} {ended}" in text, text
     assert "did not complete: another rank failed, or did not begin it: " in text
-    assert "The last that did complete here was " in text
+    assert "The last operation that completed here was " in text
     if level == "optim_grads_params":  # waits for a gather
         assert "numbers of batches, use engine.even_batches(loader). If the" in text
 

@@ -494,5 +494,7 @@ def test_the_user_says_what_is_whole() -> None:
     step = step_hook_of(sgd, OwnedStep)
     assert step is not None
     assert len(step.needs) == len(params)
-    with pytest.raises(ValueError, match="whole: expected nothing beside elementwise=True"):
+    with pytest.raises(ValueError, match="whole: expected no patterns with elementwise=True"):
         fe.shard_optimizer(torch.optim.SGD(params), elementwise=True, whole=True)
+    with pytest.raises(TypeError, match=r"whole: expected a list of patterns .* found '0\.\*'"):
+        fe.shard_optimizer(torch.optim.SGD(params), whole="0.*")
