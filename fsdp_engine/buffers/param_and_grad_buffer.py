@@ -187,6 +187,7 @@ class ParamAndGradBuffer:
             num_rows=self._num_rows,
             norm_is_dtensor=self._norms_are_dtensors,
             boundary_multiple=self.layout.boundary_multiple(index),
+            ranges=self.layout.ranges_of_ranks(index, self.spec.optim_depth),
         )
 
     def rename(self, index: int, name: str) -> None:

@@ -18,6 +18,7 @@ be the same on every rank. The same applies to operands of a gradient that is pa
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,7 +57,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             mine = value._flat
             if flat is None:
                 flat = mine
-            elif mine is not flat and mine != flat:
+            elif not flat.is_same_on_all_ranks(mine):
                 why = f"mixes two different slices: {_both(flat, mine)}"
                 raise refusal(cls, func, (value,), why)
             check_inplace(func, value)
@@ -107,7 +108,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             return value.full_tensor() if isinstance(value, DTensor) else value
         found = [t._flat if isinstance(t, cls) else None for t in value]
         first = flats = found if flats is None else flats
-        if found is not first and found != first:
+        if found is not first and not all(map(operator.is_, found, first)):
             _check_columns(cls, func, value, found, first)
         if not records and None not in found:
             return [t._local_tensor for t in value]
@@ -265,7 +266,7 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     for tensor in (target, source):
         check_inplace(func, tensor)
     is_gradient = False
-    if isinstance(source, cls) and source._flat == flat:
+    if isinstance(source, cls) and flat.is_same_on_all_ranks(source._flat):
         is_gradient = source.is_gradient
         source = source._local_tensor
     elif (slice_ := slice_of_distributed(source, flat)) is not None:
@@ -284,7 +285,9 @@ def set_masked(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Run ``tensor[mask] = value`` with a mask of the same slice and a scalar value."""
     target, mask, value = args
     has_same_slice = (
-        isinstance(mask, cls) and isinstance(target, cls) and mask._flat == target._flat
+        isinstance(mask, cls)
+        and isinstance(target, cls)
+        and mask._flat.is_same_on_all_ranks(target._flat)
     )
     if not has_same_slice or mask.dtype != torch.bool:
         raise refusal(cls, func, args)
@@ -341,13 +344,14 @@ def _check_columns(
     expected: list[FlatPlacement | None],
 ) -> None:
     for tensor, mine, other in zip(tensors, found, expected, strict=True):
-        if mine is not None and mine != other:
+        if mine is not None and not mine.is_same_on_all_ranks(other):
             why = f"mixes different slices at one index: {_both(other, mine)}"
             raise refusal(cls, func, (tensor,), why)
 
 
 def _both(one: FlatPlacement | None, other: FlatPlacement) -> str:
+    where = "; slices of other ranks differ" if one == other else ""
     return (
-        f"{one or 'a plain tensor'} and {other} (state saved by torch.save can only be loaded with "
-        "the same ranks and levels; use fe.save_checkpoint for others)"
+        f"{one or 'a plain tensor'} and {other}{where} (state saved by torch.save can only be "
+        "loaded with the same ranks and levels; use fe.save_checkpoint for others)"
     )

@@ -15,7 +15,7 @@ most ``2 * ndim - 1`` boxes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
@@ -33,6 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.comm.mesh import DataMesh, joint_mesh
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
+from fsdp_engine.layout.layout import RangesOfRanks
 from fsdp_engine.memory import allocator
 
 
@@ -204,6 +205,7 @@ class FlatPlacement:
             FSDP2, instead of a plain tensor.
         boundary_multiple: Number of which ``start`` and ``stop`` of all ranks are multiples, except
             for the end of the tensor. 0: one rank holds the tensor. None: unknown.
+        ranges: The ranges of all ranks. None: unknown.
 
     Raises:
         ValueError: The range is not inside the tensor, or ``num_sharded_axes`` does not match the
@@ -223,6 +225,7 @@ class FlatPlacement:
     num_rows: int = 1
     norm_is_dtensor: bool = field(default=False, compare=False)
     boundary_multiple: int | None = field(default=None, compare=False)
+    ranges: RangesOfRanks | None = field(default=None, compare=False)
     # Specs are cached by dtype, because they are expensive to make.
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -246,6 +249,17 @@ class FlatPlacement:
                 f"found {self.num_sharded_axes}"
             )
 
+    def is_same_on_all_ranks(self, other: FlatPlacement | None) -> bool:
+        """Returns whether two tensors have the same slice on each rank.
+
+        ``==`` compares the slices of this rank. It can be True on some ranks and False on others,
+        so it must not decide whether a rank communicates or raises.
+        """
+        if self is other:
+            return True
+        known = other is not None and None not in (self.ranges, other.ranges)
+        return self == other and (not known or self.ranges == other.ranges)
+
     def rename(self, name: str) -> None:
         """Set ``name``, which is not part of comparisons."""
         object.__setattr__(self, "name", name)
@@ -266,6 +280,7 @@ class FlatPlacement:
         name: str = "",
         is_written: bool = True,
         num_rows: int = 1,
+        ranges: RangesOfRanks | None = None,
     ) -> FlatPlacement:
         """Returns a placement with the mesh's groups of the ``num_sharded_axes`` innermost axes."""
         return cls(
@@ -279,6 +294,7 @@ class FlatPlacement:
             spread=spread,
             is_written=is_written,
             num_rows=num_rows,
+            ranges=ranges,
         )
 
     @cached_property
@@ -401,18 +417,14 @@ class FlatPlacement:
         a block.
         """
         shape = torch.Size((-(-math.prod(self.shape) // size),))
-        start, stop = -(-self.start // size), -(-self.stop // size)
-        return replace(self, shape=shape, start=start, stop=stop, boundary_multiple=None)
+        return self._converted(shape, self.spread, lambda element: -(-element // size))
 
     @cached_property
     def of_parts(self) -> FlatPlacement:
         """The placement of ``torch.view_as_real`` of a complex tensor. Its last dim has size 2."""
         shape = torch.Size((*self.shape, 2))
         spread = None if self.spread is None else replace(self.spread, shape=shape)
-        start, stop = 2 * self.start, 2 * self.stop
-        return replace(
-            self, shape=shape, spread=spread, start=start, stop=stop, boundary_multiple=None
-        )
+        return self._converted(shape, spread, lambda element: 2 * element)
 
     @cached_property
     def of_numbers(self) -> FlatPlacement | None:
@@ -426,9 +438,27 @@ class FlatPlacement:
         spread = None if self.spread is None else replace(self.spread, shape=shape)
         if spread is not None and len(shape) in {getattr(p, "dim", -1) for p in spread.placements}:
             return None
-        start, stop = self.start // 2, self.stop // 2
+        return self._converted(shape, spread, lambda element: element // 2)
+
+    def _converted(
+        self,
+        shape: torch.Size,
+        spread: TensorParallelSpec | None,
+        convert: Callable[[int], int],
+    ) -> FlatPlacement:
+        """Returns the placement of a tensor of another shape, of which the index of an element is
+        ``convert`` of the index in this tensor."""
+        ranges = self.ranges
+        if ranges is not None:
+            ranges = RangesOfRanks(ranges.first_rank, *map(convert, ranges[1:]))
         return replace(
-            self, shape=shape, spread=spread, start=start, stop=stop, boundary_multiple=None
+            self,
+            shape=shape,
+            spread=spread,
+            start=convert(self.start),
+            stop=convert(self.stop),
+            boundary_multiple=None,
+            ranges=ranges,
         )
 
     @property
@@ -488,7 +518,7 @@ class FlatPlacement:
     def __reduce__(self) -> Any:
         # Groups cannot be pickled. The mesh has groups of the same ranks.
         args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_sharded, self.spread)
-        return _on_mesh, (*args, self.name, self.is_written, self.num_rows)
+        return _on_mesh, (*args, self.name, self.is_written, self.num_rows, self.ranges)
 
 
 def _on_mesh(*args: Any) -> FlatPlacement:

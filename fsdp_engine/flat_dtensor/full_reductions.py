@@ -386,7 +386,7 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
 def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
     """Run ``equal`` or ``allclose`` on two FlatDTensors of one slice. All ranks get one result."""
     a, b, *_ = args
-    if not isinstance(a, cls) or not isinstance(b, cls) or a._flat != b._flat:
+    if not (isinstance(a, cls) and isinstance(b, cls) and a._flat.is_same_on_all_ranks(b._flat)):
         raise refusal(cls, func, args, "compares tensors of different slices")
     is_equal = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
     value = torch.scalar_tensor(int(is_equal), dtype=torch.int64, device=a._local_tensor.device)

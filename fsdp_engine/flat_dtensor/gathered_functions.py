@@ -315,7 +315,7 @@ def _has_other_slice(tensor: Any, other: Any) -> bool:
     return (
         isinstance(other, type(tensor))
         and other.shape == tensor.shape
-        and other._flat != tensor._flat
+        and not other._flat.is_same_on_all_ranks(tensor._flat)
     )
 
 

@@ -294,9 +294,7 @@ class FlatDTensor(DTensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None and not (
-            isinstance(value, FlatDTensor)
-            # Gradients of the engine share the placement object, whose identity is faster to check.
-            and (value._flat is self._flat or value._flat == self._flat)
+            isinstance(value, FlatDTensor) and self._flat.is_same_on_all_ranks(value._flat)
         ):
             found = f"a {type(value).__name__}"
             if isinstance(value, FlatDTensor):

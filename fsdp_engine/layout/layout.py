@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 # Tensors start, and shards end, on multiples of this many elements. 64 one-byte elements are a
 # cache line, and every shard is then 16-byte aligned for any dtype and any number of ranks.
@@ -70,6 +71,22 @@ class Coordinate:
 
     outer: int
     inner: int
+
+
+class RangesOfRanks(NamedTuple):
+    """The elements of a tensor that each rank holds, in the order of ranks within a buffer.
+
+    Tensors of one shape have equal values if and only if each rank holds the same range of both.
+
+    Attributes:
+        first_rank: Index of the first rank that holds elements.
+        first: Number of elements of this rank.
+        next: Number of elements of each following rank, until the tensor's end. 0: there are none.
+    """
+
+    first_rank: int
+    first: int
+    next: int
 
 
 @dataclass(frozen=True)
@@ -186,6 +203,14 @@ class Layout:
         if first > last:
             return 0
         return math.gcd(first * size - slot.offset, size if last > first else 0)
+
+    def ranges_of_ranks(self, index: int, depth: int) -> RangesOfRanks:
+        """Returns the ranges of all ranks of tensor ``index`` at ``depth``."""
+        slot = self.slots[index]
+        size = self.numel // (1, self.inner_size, self.num_shards)[depth]
+        first_rank, before = divmod(slot.offset, size) if slot.numel else (0, 0)
+        first = min(size - before, slot.numel)
+        return RangesOfRanks(first_rank, first, size if slot.numel > first else 0)
 
     def tensor_range(self, index: int, depth: int, at: Coordinate) -> tuple[int, int]:
         """Returns the elements ``[start, stop)`` of tensor ``index`` within ``range(depth, at)``.

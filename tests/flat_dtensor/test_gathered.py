@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -139,13 +140,36 @@ def test_a_square_matrix_is_transposed_in_place() -> None:
         torch.testing.assert_close(param.full_tensor(), whole)
 
 
-@on_ranks(2)
-def test_where_of_a_condition_alone_has_the_indices_of_the_full_tensor() -> None:
-    _, whole, param = _model()
-    for found, expected in zip(torch.where(param > 0), torch.where(whole > 0), strict=True):
-        assert torch.equal(found, expected)
-    found = torch.where(param > 0, param, 0.0)
-    assert torch.equal(found.full_tensor(), torch.where(whole > 0, whole, 0.0))
+@on_ranks(4)
+def test_tensors_whose_slices_are_equal_on_some_ranks_only_are_gathered_on_all() -> None:
+    """Ranks 0 and 3 hold nothing of both weights: the slices there are equal."""
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "qkv"})
+    q, k = (model[name].weight.detach().clone() for name in "qk")
+    fe.shard(model)
+    mine, other = (model[name].weight for name in "qk")
+    assert isinstance(mine, fe.FlatDTensor)
+    assert isinstance(other, fe.FlatDTensor)
+    equals = torch.tensor(float(mine.flat_placement == other.flat_placement))
+    dist.all_reduce(equals)
+    assert 0 < equals < 4
+
+    with torch.no_grad():
+        mine.add_(other)
+        torch.testing.assert_close(mine.full_tensor(), q + k)
+        mine.copy_(other)
+        torch.testing.assert_close(mine.full_tensor(), k)
+        mine.masked_fill_(other > 0, 3.0)
+        torch.testing.assert_close(mine.full_tensor(), k.masked_fill(k > 0, 3.0))
+        for call in (
+            lambda: torch.equal(mine, other),
+            lambda: mine + other,
+            lambda: torch._foreach_add_([mine], [other]),
+        ):
+            with pytest.raises(ValueError, match="slices"):
+                call()
+    gradient = torch.ones_like(other)
+    with pytest.raises(TypeError, match="expected None or a FlatDTensor of the slice of this"):
+        mine.grad = gradient
 
 
 @on_ranks(2)

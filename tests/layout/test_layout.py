@@ -176,3 +176,20 @@ def test_an_illegal_layout_says_what_was_expected_and_found(
     placed = tuple(TensorSlot(f"t{i}", (size,), at) for i, (at, size) in enumerate(slots))
     with pytest.raises(ValueError, match=re.escape(message)):
         Layout(placed, numel, *sizes)
+
+
+@given(layouts(), st.integers(0, 2))
+@settings(deadline=None)
+def test_ranges_of_ranks_are_equal_exactly_if_each_rank_has_the_same_range(
+    layout: Layout, depth: int
+) -> None:
+    for one, other in itertools.combinations(range(len(layout.slots)), 2):
+        if layout.slots[one].numel != layout.slots[other].numel:
+            continue
+        ranges = [
+            [layout.tensor_range(index, depth, rank) for rank in ranks_of(layout)]
+            for index in (one, other)
+        ]
+        found = [layout.ranges_of_ranks(index, depth) for index in (one, other)]
+        held = [[stop - start for start, stop in each] for each in ranges]
+        assert (found[0] == found[1]) == (held[0] == held[1])

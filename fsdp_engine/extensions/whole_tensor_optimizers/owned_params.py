@@ -19,6 +19,7 @@ from fsdp_engine.comm.lanes import Lanes, Ticket
 from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.extensions.whole_tensor_optimizers.owner_messages import ROLE, ChunkMessages, Owned
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement
+from fsdp_engine.layout.layout import RangesOfRanks
 from fsdp_engine.memory.allocator import Memory, storage_keys
 from fsdp_engine.optim.chunked_step import StepChunk, Stored
 from fsdp_engine.optim.state_leaves import leaves_of, map_leaves
@@ -96,16 +97,17 @@ class OwnedParam:
     def placement(self, shape: Sequence[int]) -> FlatPlacement:
         """Returns the placement of a state tensor: the owner has all elements, other ranks none."""
         mesh = self.owned.site.buffer.mesh
-        numel = torch.Size(shape).numel() if self.is_mine else 0
+        numel = torch.Size(shape).numel()
         groups = () if mesh.control_group is None else (mesh.control_group,)
         return FlatPlacement(
             torch.Size(shape),
             0,
-            numel,
+            numel if self.is_mine else 0,
             mesh.device_mesh,
             groups,
             mesh.device_mesh.ndim,
             name=self.name,
+            ranges=RangesOfRanks(self.owned.owner, numel, 0),
         )
 
 
