@@ -91,7 +91,7 @@ def time_fills() -> dict[str, list[float]]:
 
     def cycle(storage: TransientStorage) -> None:
         storage.fill()
-        storage.drain()
+        storage.free()
 
     storages = {}
     for name in ("ordinary", "planned"):

@@ -105,7 +105,7 @@ class Engine:
         self.policy = policy
         self._timing = timing
         self.model_part = ""
-        self._standing_in = ""
+        self._other_weights = ""
         self._memory, self.lanes = resources.memory, resources.lanes
         self.units = list(units)
         for index, unit in enumerate(self.units):
@@ -185,18 +185,18 @@ class Engine:
         return MissingValues(self.model)
 
     @contextmanager
-    def standing_in(self, weights: str) -> Iterator[None]:
+    def hold_other_weights(self, weights: str) -> Iterator[None]:
         """Returns a context within which :meth:`check_trained_weights` raises, because the model
         holds other weights than the trained ones. For extensions that swap the weights.
 
         Args:
             weights: A description of these weights, for messages.
         """
-        before, self._standing_in = self._standing_in, weights
+        before, self._other_weights = self._other_weights, weights
         try:
             yield
         finally:
-            self._standing_in = before
+            self._other_weights = before
 
     def check_trained_weights(self, what: str) -> None:
         """Check that the model holds the trained weights.
@@ -205,11 +205,11 @@ class Engine:
             what: Name of the operation in the message.
 
         Raises:
-            RuntimeError: The call is within :meth:`standing_in`.
+            RuntimeError: The call is within :meth:`hold_other_weights`.
         """
-        if self._standing_in:
+        if self._other_weights:
             raise RuntimeError(
-                f"{what}: expected the trained weights in the model; found {self._standing_in}. "
+                f"{what}: expected the trained weights in the model; found {self._other_weights}. "
                 "Leave the context first"
             )
 

@@ -90,13 +90,13 @@ def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:
 
 
 @torch.no_grad()
-def set_main(buffer: ParamAndGradBuffer, values: Tensor, *, for_a_while: bool = False) -> None:
+def set_main(buffer: ParamAndGradBuffer, values: Tensor, *, temporary: bool = False) -> None:
     """Set this rank's main weights. Not collective.
 
     Args:
         buffer: The buffer.
         values: 1-D, of as many elements as this rank's shard.
-        for_a_while: The values replace the weights temporarily, or restore them afterwards. Pending
+        temporary: The values replace the weights temporarily, or restore them afterwards. Pending
             backwards stay valid. False: where parameters are plain tensors, pending backwards raise
             an error, because the version counters of the parameters are increased.
     """
@@ -106,7 +106,7 @@ def set_main(buffer: ParamAndGradBuffer, values: Tensor, *, for_a_while: bool = 
         weights.main_shard.before_change()
     main.tensor.copy_(values)
     write_main(buffer, main)
-    if buffer.is_plain and not for_a_while:
+    if buffer.is_plain and not temporary:
         torch.autograd.graph.increment_version([local_part(p) for p in buffer.sharded_params])
     weights.mark_stale()
     weights.main_shard.changed_on_host()

@@ -322,17 +322,17 @@ class GradientMemory:
             written.zero_padding()
         return tensors
 
-    def release(self, tensors: GradientTensors, *, looks: bool) -> bool:
+    def release(self, tensors: GradientTensors, *, check_resident: bool) -> bool:
         """End the step that used ``tensors``. Returns whether the user holds some of them although
         the next step will write them.
 
         Args:
-            looks: Also check resident memory. False: if the memory is resident, the method does not
-                check whether the user holds tensors, and returns False.
+            check_resident: Also check resident memory. False: if the memory is resident, the method
+                does not check whether the user holds tensors, and returns False.
         """
         tensors.forget_zeroed()
         if self.is_resident:
-            return looks and tensors.are_held
+            return check_resident and tensors.are_held
         if tensors.are_held:
             self.abandon()
         elif self._spec.optim_depth > 0:
@@ -384,7 +384,7 @@ class GradientMemory:
         compute, label = self._context.lanes.compute, self._spec.label
         for storage in self._transient:
             if storage.filled:
-                compute.manage(f"free staging of {label}", storage.drain, storage)
+                compute.manage(f"free staging of {label}", storage.free, storage)
 
     def _allocate(self, storages: Sequence[TransientStorage]) -> None:
         compute, label = self._context.lanes.compute, self._spec.label
@@ -426,7 +426,7 @@ class GradientMemory:
             comm = self._buffer(spec.grad_depth, self._comm.view(0, (self._comm.numel,)))
         chains = self._make_chains(scale, written.buffer, reduced, reduced_optim, comm)
         for storage in added:
-            storage.drain()
+            storage.free()
         return GradientTensors(storages, accum, optim, written, chains)
 
     def _make_chains(

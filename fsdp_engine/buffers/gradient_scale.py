@@ -144,10 +144,10 @@ def kept_factor(
     for axis in axes:
         comm = mesh_communicators.comms[axis].reduce
         assert comm is not None
-        is_cut = spec.optim_depth > AXIS_BELOW_DEPTH.index(axis)
-        if is_cut and scale.average:
+        is_sharded = spec.optim_depth > AXIS_BELOW_DEPTH.index(axis)
+        if is_sharded and scale.average:
             factor *= comm.size
-        elif not is_cut and not scale.average:
+        elif not is_sharded and not scale.average:
             factor /= comm.size
     return factor
 

@@ -410,17 +410,17 @@ class Gradients:
         """Free the memory of reductions. Compute must have waited until they no longer read it."""
         self._memory.free_transient()
 
-    def drop_step(self, *, looks: bool = False) -> bool:
+    def drop_step(self, *, check_resident: bool = False) -> bool:
         """Drop the step, whose gradients are all cleared. Returns whether the user holds some of
         its tensors although the next step will write them. Compute must no longer use them.
 
         Args:
-            looks: See :meth:`.GradientMemory.release`.
+            check_resident: See :meth:`.GradientMemory.release`.
         """
         step, self.step = self.step, None
         if step is None or step.tensors is None:
             return False
-        return self._memory.release(step.tensors, looks=looks)
+        return self._memory.release(step.tensors, check_resident=check_resident)
 
     def begin_zeroed(self) -> bool:
         """Drop the step, and begin the next one with the same memory. The memory is zeroed.

@@ -40,10 +40,10 @@ from fsdp_engine.comm.mesh import DataMesh
 from fsdp_engine.flat_dtensor import (
     FlatDTensor,
     FlatPlacement,
-    become,
     clear_gradients,
     gradients_of,
     requires_grad_of,
+    set_contents,
 )
 from fsdp_engine.flat_dtensor.given_slices import watch_slice
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
@@ -255,7 +255,7 @@ class ParamAndGradBuffer:
         if resources is None:
             self.weights.main.tensor.copy_(weights.main.tensor)
         weights.release()
-        weights.give_back()
+        weights.unregister()
         self._watch_changes()
         if self.grads is not None:
             divisor = self.grads.divisor
@@ -265,9 +265,9 @@ class ParamAndGradBuffer:
         for index, full in enumerate(self.full_params):
             bound = self.weights.bind(index, full)
             if bound is not full:
-                become(full, self.as_parameter(index, bound))
+                set_contents(full, self.as_parameter(index, bound))
             if not self.is_plain:
-                become(self.sharded_params[index], self._flat(index))
+                set_contents(self.sharded_params[index], self._flat(index))
         self._make_published(changed=True)
         if self.gradient_hooks is not None:
             self.gradient_hooks.follow()

@@ -88,10 +88,10 @@ class MainShard:
     def changed_on_host(self) -> None:
         """Called after code of the host has written the shard."""
 
-    def give_back(self) -> None:
+    def unregister(self) -> None:
         """Subtract the memory from the ledger. The memory is freed with this object."""
         if self._own is not None:
-            self._memory.give_back(self._own, self._role)
+            self._memory.unregister(self._own, self._role)
 
 
 class GradientShard:

@@ -389,7 +389,7 @@ class PublishedGradients:
             self._gradients.drop_step()
             return
         reads.wait()
-        reads.were_accessed = self._gradients.drop_step(looks=reads.were_accessed)
+        reads.were_accessed = self._gradients.drop_step(check_resident=reads.were_accessed)
 
     def _look_at_others(
         self, step: StepGradients, others: Sequence[int], found: Sequence[Tensor | None]

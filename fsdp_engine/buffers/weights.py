@@ -127,7 +127,7 @@ class Weights:
         self._reads = [self._full.target.tensor]
         for storage in (*self._storages, *self._staged):
             if storage.filled:
-                storage.drain()
+                storage.free()
         # The version of `main` that compute weights were last updated from.
         self._seen_version = -1
         self._num_marks = 0
@@ -204,12 +204,12 @@ class Weights:
         """Returns the full parameter that replaces the user's parameter ``param`` in modules."""
         return self.codec.bind(param, [self.params[index]])
 
-    def give_back(self) -> None:
+    def unregister(self) -> None:
         """Remove the memory that is held between uses from the ledger. It is freed with this
         object."""
         for tensor in self._kept:
-            self._context.memory.give_back(tensor, "model")
-        self.main_shard.give_back()
+            self._context.memory.unregister(tensor, "model")
+        self.main_shard.unregister()
 
     def gather(self, compute_now: Ticket | None = None, *, is_held: bool = False) -> list[Ticket]:
         """Issue the gather of full parameters. Returns the tickets to wait for.
@@ -275,7 +275,7 @@ class Weights:
         if self.pending.tickets:
             self.pending.finish()
         for storage in self._staged:
-            self._drain(storage)
+            self._free(storage)
         for storage in self._storages:
             if storage.filled:
                 storage.expose()
@@ -288,7 +288,7 @@ class Weights:
         if filled and self.codec.follows_gathers:
             self.codec.before_release()
         for storage in (*filled, *self._staged):
-            self._drain(storage)
+            self._free(storage)
 
     def note_access(self) -> None:
         """Declare on the compute lane that the model reads full parameters from now on."""
@@ -312,12 +312,12 @@ class Weights:
                 storage.withdraw()
         return allocates
 
-    def _drain(self, storage: TransientStorage) -> None:
+    def _free(self, storage: TransientStorage) -> None:
         """Free the memory of ``storage``. Compute must have waited for all writes, and all reads
         must have been submitted to compute."""
         if storage.filled:
             compute = self._context.lanes.compute
-            compute.manage(self._free_label, storage.drain, storage)
+            compute.manage(self._free_label, storage.free, storage)
 
     @property
     def _at(self) -> Coordinate:

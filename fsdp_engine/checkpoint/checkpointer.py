@@ -343,7 +343,7 @@ class Checkpointer:
             error = caught
         try:
             same = {"step": step, "optimizer": self._run.optimizer_kind}
-            told = agree_on_same(
+            answers = agree_on_same(
                 f"Checkpointer.save({step})",
                 error,
                 self._control,
@@ -351,12 +351,12 @@ class Checkpointer:
                 (staging, self._run.extra_digest),
                 call="Checkpointer.save",
             )
-            self._run.check_extra_tensors([digest for _, digest in told])
+            self._run.check_extra_tensors([digest for _, digest in answers])
         except Exception:
             if staging is not None:
                 self._directory.discard(staging)
             raise
-        created = [folder for folder, _ in told]
+        created = [folder for folder, _ in answers]
         return _Save(self, entries, self._directory.staging(created), step)
 
     def _check_called_on_all_ranks(self, what: str) -> None:
@@ -366,13 +366,13 @@ class Checkpointer:
         Raises:
             ValueError: Ranks have called different checkpointers. All ranks raise.
         """
-        told = agree(what, None, self._control, self._identity)
+        answers = agree(what, None, self._control, self._identity)
         if not self._has_one_directory:
             return
         first_ranks: dict[str, int] = {}
-        for rank, (_, directory) in enumerate(told):
+        for rank, (_, directory) in enumerate(answers):
             first_ranks.setdefault(directory, rank)
-        if len(first_ranks) > 1 and len({number for number, _ in told}) > 1:
+        if len(first_ranks) > 1 and len({number for number, _ in answers}) > 1:
             found = ", ".join(
                 f"that of {path} on rank {rank}" for path, rank in first_ranks.items()
             )

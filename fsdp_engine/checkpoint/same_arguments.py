@@ -33,14 +33,14 @@ def agree_on_same(
         ValueError: An argument differs. The message contains each value, with the first rank that
             has it. All ranks raise.
     """
-    told = agree(what, error, group, (dict(same), value), call=call)
+    answers = agree(what, error, group, (dict(same), value), call=call)
     for name in same:
         first_ranks: dict[str, int] = {}
-        for rank, (arguments, _) in enumerate(told):
+        for rank, (arguments, _) in enumerate(answers):
             first_ranks.setdefault(repr(arguments[name]), rank)
         if len(first_ranks) > 1:
             values = [f"{value} on rank {rank}" for value, rank in list(first_ranks.items())[:4]]
             raise ValueError(
                 f"{what}: {name}: expected the same on all ranks; found {', '.join(values)}"
             )
-    return [each for _, each in told]
+    return [each for _, each in answers]

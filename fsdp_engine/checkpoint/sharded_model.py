@@ -197,7 +197,7 @@ def _saved_param(record: NamedRecord, param: Tensor, buffer: ShardedBuffer) -> S
         return SavedParam(record.name, aliases, aliases, param, param, is_frozen)
     aliases = tuple(map(expert.rename, record.aliases))
     of_others = tuple(name for alias in record.aliases for name in expert.all_names(alias))
-    saved = _part_of_all(record.name, param, expert, buffer.mesh) if expert.is_cut else param
+    saved = _part_of_all(record.name, param, expert, buffer.mesh) if expert.is_sharded else param
     name = expert.rename(record.name)
     return SavedParam(name, aliases, of_others, param, saved, is_frozen)
 

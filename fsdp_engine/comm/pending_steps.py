@@ -45,7 +45,7 @@ class PendingStep:
 
     def free(self, label: str, storage: TransientStorage) -> None:
         """Free ``storage``, which the step reads, once compute has waited for the step."""
-        self._compute.manage(label, storage.drain, storage)
+        self._compute.manage(label, storage.free, storage)
 
 
 def finish_pending_steps() -> None:

@@ -5,10 +5,10 @@ from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShar
 from fsdp_engine.flat_dtensor.parameters import (
     accumulator_of,
     any_requires_grad,
-    become,
     clear_gradients,
     gradients_of,
     requires_grad_of,
+    set_contents,
     set_gradients,
     versions_of,
 )
@@ -21,11 +21,11 @@ __all__ = [
     "FlatShard",
     "accumulator_of",
     "any_requires_grad",
-    "become",
     "clear_gradients",
     "flat_range_boxes",
     "gradients_of",
     "requires_grad_of",
+    "set_contents",
     "set_gradients",
     "versions_of",
 ]

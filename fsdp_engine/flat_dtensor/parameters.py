@@ -52,7 +52,7 @@ def requires_grad_of(params: Sequence[Tensor]) -> list[bool]:
         return list(map(_get_requires_grad, params))
 
 
-def become(param: Tensor, other: Tensor) -> None:
+def set_contents(param: Tensor, other: Tensor) -> None:
     """Set the memory, dtype, device and placement of ``param`` to those of ``other``.
 
     ``param`` remains the same object. Both have the same class. ``other`` must not be used

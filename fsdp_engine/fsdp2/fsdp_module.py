@@ -296,7 +296,7 @@ class _TorchState:
             engine.finish_grad_sync()
 
 
-def become_fsdp_module(module: nn.Module) -> None:
+def make_fsdp_module(module: nn.Module) -> None:
     """Change the class of ``module`` to a subclass of it and of FSDPModule."""
     own: Any = type(module)
     module.__class__ = _fsdp_class(own)

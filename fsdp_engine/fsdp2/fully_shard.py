@@ -15,7 +15,7 @@ from fsdp_engine.comm.mesh import DataMesh, ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.extension_list import find_module
-from fsdp_engine.fsdp2.fsdp_module import become_fsdp_module
+from fsdp_engine.fsdp2.fsdp_module import make_fsdp_module
 from fsdp_engine.fsdp2.param_group import WHAT, ParamGroup, UsageError, group_of, make_group
 from fsdp_engine.fsdp2.root_module import build_engine_on_first_call
 from fsdp_engine.memory import allocator
@@ -150,7 +150,7 @@ def fully_shard(
     group.unit.options.keeps_after_forward = keeps
     _move_buffers(group)
     for each in modules:
-        become_fsdp_module(each)
+        make_fsdp_module(each)
     build_engine_on_first_call(group)
     return module
 

@@ -198,12 +198,12 @@ def save_folder(
             shutil.rmtree(staging, ignore_errors=True)
 
     try:
-        told = agree("save_checkpoint()", error, group, (staging, digest_of(signature)))
-        check_same_tensors([digest for _, digest in told], signature, group)
+        answers = agree("save_checkpoint()", error, group, (staging, digest_of(signature)))
+        check_same_tensors([digest for _, digest in answers], signature, group)
     except Exception:
         discard()
         raise
-    staging = told[0][0]
+    staging = answers[0][0]
     assert staging is not None
 
     def publish(metadata: Metadata, rows: dict[str, FileRow]) -> None:

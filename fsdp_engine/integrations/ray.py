@@ -86,11 +86,11 @@ class RayCheckpoints:
             except Exception as caught:
                 error = caught
             value = (step, self._run.extra_digest)
-            told = agree(what, error, self._control, value, call="report")
-            steps = [other for other, _ in told]
+            answers = agree(what, error, self._control, value, call="report")
+            steps = [other for other, _ in answers]
             if any(other != step for other in steps):
                 raise ValueError(f"step: expected the same on all ranks; found {steps[:16]}")
-            self._run.check_extra_tensors([digest for _, digest in told])
+            self._run.check_extra_tensors([digest for _, digest in answers])
             self._run.write(entries, folder, step, self._control)
             checkpoint = ray.train.Checkpoint.from_directory(folder)
             ray.train.report({"step": step, **metrics}, checkpoint=checkpoint)

@@ -41,7 +41,7 @@ class ExpertPlace:
     names: tuple[str, ...] = ()
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the tensor is this rank's shard, along the first dim, of a tensor of all
         experts."""
         return bool(self.layer) and not self.num_local

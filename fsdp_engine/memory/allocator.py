@@ -325,7 +325,7 @@ class Memory:
         self._persistent.update(storage_keys(tensor))
         return tensor
 
-    def give_back(self, tensor: torch.Tensor, role: str) -> None:
+    def unregister(self, tensor: torch.Tensor, role: str) -> None:
         """Subtract a persistent tensor from the ledger, before it is deleted."""
         self.ledger.add(role, -tensor.nbytes)
         self._persistent.difference_update(storage_keys(tensor))
@@ -347,8 +347,8 @@ class Memory:
     ) -> TransientStorage:
         """Returns a storage whose memory is allocated and freed repeatedly. It has no memory yet.
 
-        All storages of one ``role`` must be filled and drained on one lane. Alternatively, each
-        must be filled after compute's earlier work, and drained after compute has finished with it.
+        All storages of one ``role`` must be filled and freed on one lane. Alternatively, each
+        must be filled after compute's earlier work, and freed after compute has finished with it.
 
         Args:
             numel, dtype, role: See :class:`TransientStorage`.
@@ -410,7 +410,7 @@ class Memory:
         """Allocate new memory for ``storage``, which must have none."""
         storage.resize_(num_bytes)
 
-    def drain(self, storage: torch.UntypedStorage, num_bytes: int, role: str) -> None:
+    def free(self, storage: torch.UntypedStorage, num_bytes: int, role: str) -> None:
         """Free the memory that :meth:`fill` has allocated for ``storage``."""
         self.ledger.add(role, -num_bytes)
         self._in_use -= num_bytes
@@ -460,7 +460,7 @@ def resize_foreign(tensor: torch.Tensor, num_bytes: int) -> None:
 class TransientStorage:
     """A storage object whose memory is allocated and freed repeatedly.
 
-    See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`drain` must run on one stream.
+    See [Note: Transient storage]. On CUDA, :meth:`fill` and :meth:`free` must run on one stream.
 
     Args:
         memory: The memory manager of the engine.
@@ -512,7 +512,7 @@ class TransientStorage:
                 self._memory.ledger.add(self._role, self.num_bytes)
             self.filled = True
 
-    def drain(self) -> None:
+    def free(self) -> None:
         """Free the memory, if the storage has any."""
         if self.filled:
             if self.is_exposed:
@@ -521,7 +521,7 @@ class TransientStorage:
                 self._written.resize_(0)
                 self.leave()
                 return
-            self._memory.drain(self._written, self.num_bytes, self._role)
+            self._memory.free(self._written, self.num_bytes, self._role)
             self.filled = False
 
     def leave(self) -> None:
@@ -569,7 +569,7 @@ class TransientStorage:
         try:
             yield self
         finally:
-            self.drain()
+            self.free()
 
     def view(self, offset: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Returns a contiguous tensor over the elements from ``offset``, with its own version

@@ -192,11 +192,11 @@ class Shadows:
 class StepChunk:
     """Copies of a chunk's tensors to the device for its step. In this class, none are needed."""
 
-    def bring(self) -> None:
+    def start_copies(self) -> None:
         """Start to copy the tensors that the step needs to the device."""
 
-    def await_brought(self) -> None:
-        """Make compute wait for the copies of :meth:`bring`."""
+    def wait_for_copies(self) -> None:
+        """Make compute wait for the copies of :meth:`start_copies`."""
 
     def leave(self) -> None:
         """Free the memory on the device, after changed tensors are copied back."""
@@ -216,10 +216,10 @@ def step_in_turn(steps: Sequence[tuple[StepChunk, Callable[[], object]]]) -> Non
         if number:
             chunks[number - 1].leave()
         else:
-            chunk.bring()
+            chunk.start_copies()
         for following in chunks[number + 1 : number + 2]:
-            following.bring()
-        chunk.await_brought()
+            following.start_copies()
+        chunk.wait_for_copies()
         step()
     for chunk in chunks[-1:]:
         chunk.leave()

@@ -19,7 +19,8 @@ class StatePlace(StepChunk):
     """
 
     def on_device(self, state: Any) -> Any:
-        """Returns the state with tensors on the device. Makes compute wait for :meth:`bring`."""
+        """Returns the state with tensors on the device. Makes compute wait for the copies of
+        :meth:`start_copies`."""
         return state
 
     def take(self, states: Sequence[Any]) -> list[Any]:

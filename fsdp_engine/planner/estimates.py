@@ -128,7 +128,7 @@ class Footprint:
         return self._main_bytes * self._main_leaves + grads * self._grads_leave
 
     @property
-    def brought_bytes(self) -> int:
+    def encoded_main_bytes(self) -> int:
         """Bytes of offloaded main weights on the device, while they are encoded for a gather."""
         brings = self._main_leaves and not self.buffer.codec.is_identity
         return self._main_bytes if brings and not self._is_cast_by_host else 0
@@ -380,7 +380,7 @@ def estimate(
     blocks = [unit.numel for unit in footprints[1:] if not unit.is_loose]
     others = [unit.numel for unit in footprints if unit.buffers]
     full = [unit.total(lambda each: each.full_bytes) for unit in footprints]
-    brought = [unit.total(lambda each: each.brought_bytes) for unit in footprints]
+    brought = [unit.total(lambda each: each.encoded_main_bytes) for unit in footprints]
     rehearsal = Rehearsal(
         expected,
         [unit.numel if size else 0 for unit, size in zip(footprints, full, strict=True)],

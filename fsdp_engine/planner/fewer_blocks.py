@@ -30,7 +30,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_engine.planner.outcome import Outcome
-from fsdp_engine.planner.simulation.alike import is_alike
+from fsdp_engine.planner.simulation.equal_structure import have_equal_structure
 from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.records import combined
 from fsdp_engine.planner.simulation.simulate import Simulation
@@ -128,7 +128,9 @@ def find_repeated(model: nn.Module) -> Repeated | None:
 def _unlike(blocks: Sequence[Any], period: int) -> int:
     """Returns the number of leading blocks that differ from the rest."""
     number = len(blocks) - period
-    while number > 0 and is_alike(blocks[number - 1], blocks[number - 1 + period], period):
+    while number > 0 and have_equal_structure(
+        blocks[number - 1], blocks[number - 1 + period], period
+    ):
         number -= 1
     return number
 

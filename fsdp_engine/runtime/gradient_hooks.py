@@ -75,7 +75,7 @@ class GradientHooks:
         if self._to_shard is not None:
             grad = self._to_shard(index, grad)
         if writer.write(index, grad):
-            self._scheduler.gradient_came(self._unit)
+            self._scheduler.on_last_gradient(self._unit)
 
     def precede(self, index: int, grad: Tensor, *, is_plain: bool) -> None:
         """Called before autograd accumulates ``grad`` into sharded parameter ``index``."""

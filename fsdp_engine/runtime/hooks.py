@@ -568,7 +568,7 @@ def _begin_backward(
 
 
 def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
-    scheduler.input_came(call)
+    scheduler.on_input_gradient(call)
 
 
 def _refuse_transform(units: Sequence[Unit]) -> None:

@@ -116,7 +116,7 @@ class Backward:
         if call.reads_weights:
             self.open_units.add(unit.index)
 
-    def input_came(self, call: Call) -> bool:
+    def count_input_gradient(self, call: Call) -> bool:
         """Count a gradient of an input of ``call``. Returns whether it was the last one."""
         awaited = self._awaited.get(call, 0)
         if awaited > 0:

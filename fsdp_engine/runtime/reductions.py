@@ -393,7 +393,7 @@ class Reductions:
         """Wait for the reductions of the first ``num`` units of this backward."""
         self._pending.finish_first(self.order[:num])
 
-    def late_gradient_came(self, unit: Unit) -> None:
+    def on_late_gradient(self, unit: Unit) -> None:
         """Called when the last postponed weight gradient of ``unit`` has arrived."""
         queue = self._queue
         assert queue is not None

@@ -345,11 +345,11 @@ class Scheduler:
                 self.schedule.use_once(call.unit, BACKWARD)
             call.unit.enter()
 
-    def input_came(self, call: Call) -> None:
+    def on_input_gradient(self, call: Call) -> None:
         """Called when a gradient of an input of ``call`` is computed. The last one ends the
         backward of the call."""
         backward = self._backward
-        if backward is not None and backward.input_came(call):
+        if backward is not None and backward.count_input_gradient(call):
             self._leave_backward(backward, call)
             if current_run() == backward.run:
                 self._check_ready(call.unit)
@@ -361,7 +361,7 @@ class Scheduler:
         if backward.leave(call) and not call.unit.uses:
             self.schedule.leave_backward(call.unit, backward.open_units)
 
-    def gradient_came(self, unit: Unit) -> None:
+    def on_last_gradient(self, unit: Unit) -> None:
         """Called when the last gradient of a buffer of ``unit`` was written."""
         backward = self._backward
         assert backward is not None
@@ -422,11 +422,11 @@ class Scheduler:
             self._complete_slices(backward, unit)
         self.reductions.open_unit(unit)
 
-    def late_gradient_came(self, unit: Unit) -> None:
+    def on_late_gradient(self, unit: Unit) -> None:
         """Called when the last postponed weight gradient of the unit was written."""
         if unit.uses == 0:
             unit.uninstall()
-        self.reductions.late_gradient_came(unit)
+        self.reductions.on_late_gradient(unit)
         if self._backward is None:
             self.reductions.run_hooks()
 

@@ -276,8 +276,8 @@ def _plan_root(
 ) -> list[PlannedUnit]:
     """Returns the unit of the root, and the units of buckets; see the module docstring."""
     buffers = plan_buffers(records, settings, in_buckets=True)
-    is_cut = settings.axis_plans.data.strategy.depth(Role.PARAM) > 0
-    if is_cut or len({buffer.kind for buffer in buffers}) == len(buffers):
+    is_sharded = settings.axis_plans.data.strategy.depth(Role.PARAM) > 0
+    if is_sharded or len({buffer.kind for buffer in buffers}) == len(buffers):
         return [PlannedUnit("", [model], buffers)]
     buckets = []
     for number, buffer in enumerate(buffers):

@@ -179,7 +179,7 @@ def place() -> str:
 @contextmanager
 def memory_is_overwritten() -> Iterator[None]:
     """Within it the engine fills memory that it takes or frees with NaN, on the current stream."""
-    fill, drain = TransientStorage.fill, TransientStorage.drain
+    fill, free = TransientStorage.fill, TransientStorage.free
 
     def overwrite(storage: TransientStorage) -> None:
         if storage.num_bytes:
@@ -195,11 +195,11 @@ def memory_is_overwritten() -> Iterator[None]:
     def freed(storage: TransientStorage) -> None:
         if storage.filled:
             overwrite(storage)
-        drain(storage)
+        free(storage)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TransientStorage, "fill", taken)
-        patch.setattr(TransientStorage, "drain", freed)
+        patch.setattr(TransientStorage, "free", freed)
         yield
 
 

@@ -277,15 +277,15 @@ class Tracer(TorchDispatchMode):
 
     def __enter__(self) -> Tracer:
         make = build.make_lanes
-        fill, drain = TransientStorage.fill, TransientStorage.drain
-        traced_fill, traced_drain = self._traced(fill, drain)
+        fill, free = TransientStorage.fill, TransientStorage.free
+        traced_fill, traced_free = self._traced(fill, free)
         TransientStorage.fill = traced_fill  # type: ignore[method-assign]
-        TransientStorage.drain = traced_drain  # type: ignore[method-assign]
+        TransientStorage.free = traced_free  # type: ignore[method-assign]
         build.make_lanes = lambda device, ranks=(): self.lanes()
 
         def undo() -> None:
             TransientStorage.fill = fill  # type: ignore[method-assign]
-            TransientStorage.drain = drain  # type: ignore[method-assign]
+            TransientStorage.free = free  # type: ignore[method-assign]
             build.make_lanes = make
             _WRITTEN.clear()
 
@@ -293,19 +293,19 @@ class Tracer(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def _traced(self, fill: Any, drain: Any) -> tuple[Any, Any]:
+    def _traced(self, fill: Any, free: Any) -> tuple[Any, Any]:
         def traced_fill(transient: TransientStorage) -> None:
             was_filled = transient.filled
             fill(transient)
             if not was_filled:
                 self._filled(transient)
 
-        def traced_drain(transient: TransientStorage) -> None:
+        def traced_free(transient: TransientStorage) -> None:
             if transient.filled:
                 self._drains(transient)
-            drain(transient)
+            free(transient)
 
-        return traced_fill, traced_drain
+        return traced_fill, traced_free
 
     def __exit__(
         self,

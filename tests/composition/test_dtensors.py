@@ -130,13 +130,13 @@ def with_recomputed_and_frozen_weights(sizes: Sequence[int]) -> None:
 def from_meta(sizes: Sequence[int]) -> None:
     """Values are those that the model without tensor parallelism would get, on any ranks."""
     mesh, states = mesh_of(sizes, NAMES[0]), []
-    for is_cut in (False, True):
+    for is_sharded in (False, True):
         torch.manual_seed(8)
         with torch.device("meta"):
             model = Model(hidden=17)
-        if is_cut:
+        if is_sharded:
             cut(model, mesh["tp"], sequence=True)
-        data = mesh["dp"] if is_cut else mesh_of((dist.get_world_size(),), ("all",))
+        data = mesh["dp"] if is_sharded else mesh_of((dist.get_world_size(),), ("all",))
         states.append(fe.shard(model, data).full_state_dict())
     for name, value in states[0].items():
         assert torch.equal(value, states[1][name]), name

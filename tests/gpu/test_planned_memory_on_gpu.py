@@ -153,8 +153,8 @@ def test_pieces_of_an_arena_on_the_device_keep_it_alive_and_can_be_swapped() -> 
         views[0].fill_(number)
         views[1].fill_(10 + number)
         assert [float(view.sum()) for view in views] == [1000 * number, 1000 * (10 + number)]
-        first.drain()
-        second.drain()
+        first.free()
+        second.free()
         memory.end_backward()
     arena = memory.arenas["full"].memory
     assert arena is not None

@@ -126,13 +126,13 @@ def expected_peak(
     _, compute, _, _, wire = POLICIES[policy]
     rest = expected_rest(strategy, root + NUM_BLOCKS * block, policy, True)
     kept = POLICIES[policy][3] * part(strategy, Role.GRAD)  # bytes of gradients by element
-    is_cut = strategy.shards(Role.GRAD, Axis.INNER)
+    is_sharded = strategy.shards(Role.GRAD, Axis.INNER)
     moments = []  # when the first gradient of each block comes, from the last block on; the end
     for done in range(NUM_BLOCKS + 1):
         # Of blocks that are reduced, or that are being written where gradients are whole.
-        num_kept = done if is_cut else min(done + 1, NUM_BLOCKS)
+        num_kept = done if is_sharded else min(done + 1, NUM_BLOCKS)
         moment = {"full": 0, "staging": 0, "grad": round(kept * num_kept * block)}
-        if not is_cut or done == NUM_BLOCKS:
+        if not is_sharded or done == NUM_BLOCKS:
             moment["grad"] += round(kept * root)  # written first, reduced last
         if part(strategy, Role.OPTIM) == 1:
             moment["grad"] = rest["grad"]
@@ -140,7 +140,7 @@ def expected_peak(
             # The root, the block in use, and those gathered ahead while they are below the budget.
             num_ahead = min(-(-budget // block), NUM_BLOCKS - 1 - done)
             moment["full"] = compute * (root + (1 + num_ahead) * block)
-        if is_cut:
+        if is_sharded:
             # The root's gradients come first and stay, beside what the budget allows in flight.
             num_staged = min(max(budget // block, 1), 1 + done, NUM_BLOCKS)
             moment["staging"] = wire * (root + num_staged * block)
@@ -230,7 +230,7 @@ def test_views_outlive_the_memory_behind_them_and_see_the_next() -> None:
     whole.copy_(torch.arange(6.0))
     assert view.tolist() == [[2.0, 3.0], [4.0, 5.0]]
     assert view._version == version  # refilling is no in-place change that autograd would see
-    storage.drain()
+    storage.free()
     with pytest.raises(AssertionError, match="memory behind it"):
         storage.view(0, (6,))
 
@@ -242,7 +242,7 @@ def test_transient_storages_never_share_memory_and_idle_memory_has_a_bound() -> 
     most = 0
     for _ in range(400):
         storage = choose.choice(storages)
-        storage.drain() if storage.filled else storage.fill()
+        storage.free() if storage.filled else storage.fill()
         filled = [each for each in storages if each.filled]
         in_use = sum(each.num_bytes for each in filled)
         most = max(most, in_use)

@@ -78,7 +78,7 @@ def counting_chunks() -> Iterator[list[int]]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("fill", "drain"):
+        for name in ("fill", "free"):
             patch.setattr(TransientStorage, name, counted(getattr(TransientStorage, name)))
         yield counts
     assert counts[-1] == 0

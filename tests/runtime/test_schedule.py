@@ -178,7 +178,7 @@ def never(waiter: str, awaited: str) -> bool:
 
 
 def free_on_inner_gather(self: Any, storage: Any) -> None:
-    self._context.lanes.inner_gather.manage("free too early", storage.drain, storage)
+    self._context.lanes.inner_gather.manage("free too early", storage.free, storage)
 
 
 def fill_on_outer_reduce(self: Any, storages: Any) -> bool:
@@ -207,7 +207,7 @@ def forgets_axis(before: str, after: str) -> Forgets:
 
 SABOTAGE: dict[str, tuple[Any, str, Any]] = {
     "gather before memory is there": (weights.Weights, "_fill", fill_on_outer_reduce),
-    "free on another lane": (weights.Weights, "_drain", free_on_inner_gather),
+    "free on another lane": (weights.Weights, "_free", free_on_inner_gather),
     "reshard at the last gradient": (hooks.ModuleHooks, "_listen", mark_no_boundary),
 }
 # By name: levels, waits to forget, words of the error.

@@ -122,7 +122,7 @@ class Arena:
         storage._swap_data_ptr_(piece)  # type: ignore[attr-defined]
         return True
 
-    def drain(self, storage: torch.UntypedStorage) -> bool:
+    def free(self, storage: torch.UntypedStorage) -> bool:
         """Free ``storage`` if the arena has filled it; returns whether the arena had."""
         piece = self._release(storage._cdata)
         if piece is None:

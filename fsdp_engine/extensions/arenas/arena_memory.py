@@ -127,11 +127,11 @@ class ArenaMemory(Memory):
         with self._allocating(self._fills_from_pool):
             super().resize(storage, num_bytes)
 
-    def drain(self, storage: torch.UntypedStorage, num_bytes: int, role: str) -> None:
+    def free(self, storage: torch.UntypedStorage, num_bytes: int, role: str) -> None:
         """See the base class."""
         arena = self.arenas.get(role) if num_bytes else None
-        if arena is None or not arena.drain(storage):
-            super().drain(storage, num_bytes, role)
+        if arena is None or not arena.free(storage):
+            super().free(storage, num_bytes, role)
 
     def _allocating(self, sent: bool) -> AbstractContextManager[None]:
         return self._pool.allocating() if self._pool is not None and sent else nullcontext()

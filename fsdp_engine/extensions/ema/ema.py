@@ -171,7 +171,7 @@ class EMA:
                 stack.enter_context(average.in_model())
             for name, buffer in self._buffers.items():
                 stack.enter_context(_replaced(current[name], buffer))
-            stack.enter_context(engine.standing_in("averages, within EMA.swapped()"))
+            stack.enter_context(engine.hold_other_weights("averages, within EMA.swapped()"))
             _SWAPPED.append(engine)
             stack.callback(_SWAPPED.remove, engine)
             yield
@@ -310,7 +310,7 @@ class _Average:
         memory = buffer.context.memory
         if main.tensor.device == memory.device:
             self._flat = memory.persistent(main.tensor.numel(), dtype, _ROLE)
-            weakref.finalize(self, memory.give_back, self._flat, _ROLE)
+            weakref.finalize(self, memory.unregister, self._flat, _ROLE)
         else:  # The main weights are offloaded.
             self._flat = allocator.zeros(main.tensor.numel(), dtype, main.tensor.device)
         self._flat.copy_(main.tensor)
@@ -329,7 +329,7 @@ class _Average:
         """Context within which the main weights hold the averages."""
         main, average = self._buffer.weights.main.tensor, self._flat
         trained = main.clone()
-        set_main(self._buffer, average, for_a_while=True)
+        set_main(self._buffer, average, temporary=True)
         if trained.dtype == average.dtype:
             # Store the trained weights in the memory of the averages until the context ends.
             average.copy_(trained)
@@ -338,6 +338,6 @@ class _Average:
             yield
         finally:
             averages = self._buffer.weights.main.tensor.clone() if trained is average else None
-            set_main(self._buffer, trained, for_a_while=True)
+            set_main(self._buffer, trained, temporary=True)
             if averages is not None:
                 average.copy_(averages)

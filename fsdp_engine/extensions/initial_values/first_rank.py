@@ -80,13 +80,13 @@ def _broadcast(places: dict[str, tuple[nn.Module, str]], ranks: DataMesh) -> Non
     first_names: dict[int, str] = {}
     owners = {name: first_names.setdefault(id(buffer), name) for name, buffer in buffers.items()}
     mine = [f"{n}: shape {tuple(b.shape)}, {b.dtype}" for n, b in buffers.items() if b is not None]
-    told: list[Any] = gather_objects(
+    answers: list[Any] = gather_objects(
         (digest_of(mine), owners if ranks.is_first else None), ranks.control_group
     )
-    if any(digest != told[0][0] for digest, _ in told):
+    if any(digest != answers[0][0] for digest, _ in answers):
         _raise_first_other_buffer(mine, ranks)
     sent: list[Tensor] = []
-    for name, owner in told[0][1].items():
+    for name, owner in answers[0][1].items():
         module, attribute = places[name]
         if owner != name:
             other, of_other = places[owner]

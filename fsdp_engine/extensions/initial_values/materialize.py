@@ -170,7 +170,7 @@ def materialize(
         param_class = param_class_of(param)
         marks = vars(record.shard) if param_class is None else param_class.marks(param)
         shape = tuple(param.shape)
-        if record.expert is not None and record.expert.is_cut:
+        if record.expert is not None and record.expert.is_sharded:
             shape = record.expert.whole_shape(shape)
         if is_empty and not any(module._buffers for module, _ in record.holders):
             # Expand one element, so that memory of the size of the model is never allocated.
@@ -366,7 +366,7 @@ def _metas_of(module: nn.Module) -> list[str]:
 
 
 def _is_cut(record: ParamRecord) -> bool:
-    return record.expert is not None and record.expert.is_cut
+    return record.expert is not None and record.expert.is_sharded
 
 
 def _keep_own_experts(record: ParamRecord) -> None:

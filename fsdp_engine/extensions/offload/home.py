@@ -32,11 +32,11 @@ class Home(Protocol):
 
     bytes: Tensor
 
-    def bring(self, work: Tensor, start: int = 0) -> Steps:
+    def load(self, work: Tensor, start: int = 0) -> Steps:
         """Returns the operation of a lane that copies bytes at ``start`` into the 1-D ``work``."""
         ...
 
-    def take(self, work: Tensor) -> Steps:
+    def store(self, work: Tensor) -> Steps:
         """Returns the operation of a lane that copies all bytes of the home from ``work``."""
         ...
 
@@ -66,12 +66,12 @@ class HostHome(HostBlock):
         super().__init__(num_bytes, pinned=pinned)
         self.bytes.zero_()
 
-    def bring(self, work: Tensor, start: int = 0) -> Steps:
+    def load(self, work: Tensor, start: int = 0) -> Steps:
         """See :class:`Home`."""
         work.copy_(self.bytes[start : start + work.numel()], non_blocking=True)
         yield from ()
 
-    def take(self, work: Tensor) -> Steps:
+    def store(self, work: Tensor) -> Steps:
         """See :class:`Home`."""
         self.bytes[: work.numel()].copy_(work, non_blocking=True)
         yield from ()
@@ -87,11 +87,11 @@ class DiskHome(DiskBlock):
         super().__init__(num_bytes, file)
         self._threads = threads
 
-    def bring(self, work: Tensor, start: int = 0) -> Steps:
+    def load(self, work: Tensor, start: int = 0) -> Steps:
         """See :class:`Home`."""
         yield [self._threads.read(partial(self.read, work, start))]
 
-    def take(self, work: Tensor) -> Steps:
+    def store(self, work: Tensor) -> Steps:
         """See :class:`Home`."""
         yield [self._threads.write(partial(self.write, work))]
 
@@ -107,7 +107,7 @@ class StagedHome(DiskBlock):
         self._into = into
         self._out = out
 
-    def bring(self, work: Tensor, start: int = 0) -> Steps:
+    def load(self, work: Tensor, start: int = 0) -> Steps:
         """See :class:`Home`.
 
         Raises:
@@ -123,7 +123,7 @@ class StagedHome(DiskBlock):
             self.forget()
         yield from ()
 
-    def take(self, work: Tensor) -> Steps:
+    def store(self, work: Tensor) -> Steps:
         """See :class:`Home`.
 
         Raises:

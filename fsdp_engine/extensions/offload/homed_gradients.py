@@ -76,12 +76,12 @@ class HomedShard(GradientShard):
 
     def add_bring(self, chain: Chain) -> None:
         """See :class:`GradientShard`."""
-        bring, reads = partial(self.home.bring, self._bytes), [self._buffer.tensor]
+        load, reads = partial(self.home.load, self._bytes), [self._buffer.tensor]
         label = f"bring {self._spec.label}"
-        chain.add(self._into, label, bring, reads=reads, writes=[self._bytes])
+        chain.add(self._into, label, load, reads=reads, writes=[self._bytes])
 
     def add_take(self, chain: Chain) -> None:
         """See :class:`GradientShard`."""
-        take, writes = partial(self.home.take, self._bytes), [self._buffer.tensor]
+        store, writes = partial(self.home.store, self._bytes), [self._buffer.tensor]
         label = f"return {self._spec.label}"
-        chain.add(self._out, label, take, reads=[self._bytes], writes=writes)
+        chain.add(self._out, label, store, reads=[self._bytes], writes=writes)

@@ -55,10 +55,10 @@ class HomedMain(MainShard):
         if is_cast:
             num_bytes = main.numel() * codec.wire_dtype.itemsize
             self._sent = homes.make(num_bytes, context.lanes.drain)
-        self._brought: TransientStorage | None = None
+        self._main: TransientStorage | None = None
         if self._sent is None:
-            self._brought = context.memory.transient(main.numel(), main.dtype, "full")
-            self.memory = (self._brought,)
+            self._main = context.memory.transient(main.numel(), main.dtype, "full")
+            self.memory = (self._main,)
 
     def prepare(self) -> Chain:
         """See :class:`MainShard`. Casts on the host if compute weights have a home."""
@@ -75,20 +75,20 @@ class HomedMain(MainShard):
         spec, codec, home = self._spec, self._codec, self.home
         if (sent := self._sent) is not None:
 
-            def bring(parts: Sequence[Tensor]) -> Steps:
-                return sent.bring(parts[0].view(torch.uint8))
+            def load(parts: Sequence[Tensor]) -> Steps:
+                return sent.load(parts[0].view(torch.uint8))
 
-            return Gather(spec.label, spec.tag, bring, reads=[sent.bytes])
-        assert self._brought is not None
-        with self._brought.while_filled():
-            brought = self._brought.view(0, (self._brought.numel,))
-            brought_bytes = brought.view(torch.uint8)
+            return Gather(spec.label, spec.tag, load, reads=[sent.bytes])
+        assert self._main is not None
+        with self._main.while_filled():
+            main_on_device = self._main.view(0, (self._main.numel,))
+            main_bytes = main_on_device.view(torch.uint8)
 
         def bring_and_encode(wires: Sequence[Tensor]) -> Steps:
-            yield from home.bring(brought_bytes)
-            yield from codec.encode(brought, wires)
+            yield from home.load(main_bytes)
+            yield from codec.encode(main_on_device, wires)
 
-        writes = [brought, *codec.state]
+        writes = [main_on_device, *codec.state]
         reads = [self.buffer.tensor]
         return Gather(spec.label, spec.tag, bring_and_encode, reads=reads, writes=writes)
 

@@ -49,19 +49,19 @@ class MovedBytes(StepChunk):
 
     def _bring_pieces(self) -> Steps:
         for piece in self._pieces:
-            yield from piece.home.bring(self._bytes[piece.start : piece.stop], piece.first)
+            yield from piece.home.load(self._bytes[piece.start : piece.stop], piece.first)
 
     def _take_pieces(self) -> Steps:
         for piece in self._pieces:
             if piece.returns:
-                yield from piece.home.take(self._bytes[piece.start : piece.stop])
+                yield from piece.home.store(self._bytes[piece.start : piece.stop])
 
     def fill(self) -> None:
         """Allocate the memory."""
         assert self._storage is not None
         self._offload.compute.manage("allocate state", self._storage.fill, self._storage)
 
-    def bring(self) -> None:
+    def start_copies(self) -> None:
         """See :class:`StepChunk`."""
         self.fill()
         # The copies into the memory follow the last copy out of it, and all work that compute was
@@ -71,7 +71,7 @@ class MovedBytes(StepChunk):
             f"bring {self._name}", self._bring_pieces, after=after
         )
 
-    def await_brought(self) -> None:
+    def wait_for_copies(self) -> None:
         """See :class:`StepChunk`."""
         if self._brought is not None:
             self._offload.compute.wait(self._brought)
@@ -85,11 +85,11 @@ class MovedBytes(StepChunk):
 
     def leave(self) -> None:
         """See :class:`StepChunk`."""
-        self.await_brought()
+        self.wait_for_copies()
         if self._taken is not None:
             self._offload.compute.wait(self._taken)
         if self._storage is not None:
-            self._offload.compute.manage("free state", self._storage.drain, self._storage)
+            self._offload.compute.manage("free state", self._storage.free, self._storage)
 
     def abandon(self) -> None:
         """Free the memory like :meth:`leave`, after the lanes have finished all operations."""

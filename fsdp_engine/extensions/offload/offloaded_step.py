@@ -372,10 +372,10 @@ class _Chunk(MovedBytes):
                 slot.to_local(key, value)  # Raises if the slice differs.
         return {k: v for k, v in values.items() if k in kept and isinstance(v, Tensor)}
 
-    def bring(self) -> None:
+    def start_copies(self) -> None:
         """See :class:`StepChunk`. Copies nothing if there is no state yet."""
         if self.has_state or self.brings_more_than_state:
-            super().bring()
+            super().start_copies()
 
     def begin_pending(self, ticket: Ticket, held: Sequence[Tensor]) -> None:
         """Record that compute has not waited for the step of this chunk yet.

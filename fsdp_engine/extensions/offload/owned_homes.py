@@ -40,14 +40,14 @@ class StateHome(MovedBytes, StatePlace):
         self._offsets: list[int] = []
         self._home: Home | None = None
 
-    def bring(self) -> None:
+    def start_copies(self) -> None:
         """See :class:`StatePlace`."""
         if self._home is not None:
-            super().bring()
+            super().start_copies()
 
     def on_device(self, state: Any) -> Any:
         """See :class:`StatePlace`."""
-        self.await_brought()
+        self.wait_for_copies()
         return map_leaves(self._leaf_on_device, state)
 
     def _leaf_on_device(self, leaf: Any) -> Any:
@@ -62,7 +62,7 @@ class StateHome(MovedBytes, StatePlace):
         """See :class:`StatePlace`."""
         # Wait even if no state was read because the user has reset it: otherwise its bytes would
         # be copied over the new state in the same memory.
-        self.await_brought()
+        self.wait_for_copies()
         large = [leaf for leaf in leaves_of(list(states)) if _is_large(leaf)]
         layout = [(tuple(leaf.shape), leaf.dtype) for leaf in large]
         if not layout and self._home is None:

@@ -168,12 +168,12 @@ class Fragment:
         """Context within which the main weights are the outer weights."""
         kept = [present_main(buffer).tensor.clone() for buffer in self._buffers]
         for buffer, outer in self._parts(self._outer.detach()):
-            set_main(buffer, outer, for_a_while=True)
+            set_main(buffer, outer, temporary=True)
         try:
             yield
         finally:
             for buffer, values in zip(self._buffers, kept, strict=True):
-                set_main(buffer, values, for_a_while=True)
+                set_main(buffer, values, temporary=True)
 
     def weights(self) -> dict[str, Tensor]:
         """Returns the outer weights as sharded tensors by parameter name. They share memory with

@@ -166,7 +166,7 @@ class OuterTraining(GradientObserver):
         with ExitStack() as stack:
             for fragment in self.fragments:
                 stack.enter_context(fragment.in_model())
-            stack.enter_context(self._engine.standing_in(f"outer weights, within {what}"))
+            stack.enter_context(self._engine.hold_other_weights(f"outer weights, within {what}"))
             yield
 
     def state_dict(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ class BackwardOfWeights(Backward):
         unit.install()
         unit.enter()
 
-    def gradients_came(self, unit: Unit) -> None:
+    def on_gradients(self, unit: Unit) -> None:
         """Free ``unit``, all of whose gradients have been computed, and report it as ready."""
         if unit in self._read:
             self._read.remove(unit)
@@ -206,7 +206,7 @@ class Microbatches:
                 for each in todo.get(unit.index, ()):
                     backward.use(unit, after.get(unit))
                     self._compute(backward, each, turns)
-                backward.gradients_came(unit)
+                backward.on_gradients(unit)
             scheduler.end_backward()
 
     def _last_place(self, gradients: WeightGradients) -> tuple[int, int]:
@@ -335,7 +335,7 @@ class _Awaited:
         grads.writer.write(self._index, shard)
         self._unit.num_late -= 1
         if not self._unit.num_late:
-            self._scheduler.late_gradient_came(self._unit)
+            self._scheduler.on_late_gradient(self._unit)
 
 
 def _microbatches(engine: Engine) -> Microbatches:

@@ -132,7 +132,7 @@ class QuantizedWeights(KeptWeights):
         for number, encoding in enumerate(self._encodings):
             if number not in read:
                 for storage in encoding.full.storages:
-                    self._drain(storage)
+                    self._free(storage)
 
     def note_access(self) -> None:
         """See :class:`Weights`."""

@@ -79,7 +79,7 @@ class ThroughScratch:
         """Free separate memory after compute has waited for the refresh."""
         if self._own.filled:
             compute = self._context.lanes.compute
-            compute.manage(f"free {self._spec.label}", self._own.drain, self._own)
+            compute.manage(f"free {self._spec.label}", self._own.free, self._own)
 
     def _memory_of_gradients(self) -> Tensor | None:
         """Returns the memory of full gradients if it is large enough and contains no gradients;

@@ -222,11 +222,11 @@ class FullMainWeights:
             return
         # Ranks of the same mesh share parameters. The first rank of a mesh identifies it.
         meshes = [each.buffer.mesh.ranks[0] for each, _ in pairs]
-        told: list[Any] = gather_objects((meshes, prints), self._group, _WHAT)
+        answers: list[Any] = gather_objects((meshes, prints), self._group, _WHAT)
         for place, (installed, _) in enumerate(pairs):
             for index, record in enumerate(installed.buffer.records[: len(prints[place])]):
                 values: dict[int, set[int]] = {}
-                for its_meshes, its_prints in told:
+                for its_meshes, its_prints in answers:
                     values.setdefault(its_meshes[place], set()).add(its_prints[place][index])
                 if any(len(each) > 1 for each in values.values()):
                     raise ValueError(

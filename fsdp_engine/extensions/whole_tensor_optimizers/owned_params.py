@@ -170,14 +170,14 @@ class Chunk(StepChunk):
         self.gradients = [gradients.get(id(each.param)) for each in self.params]
         self._brings_weights = brings_weights
 
-    def bring(self) -> None:
+    def start_copies(self) -> None:
         """Start to copy the inputs of the step to this rank: the state of parameters that it owns,
         gradients, and weights if they changed outside of steps."""
-        self.place.bring()
+        self.place.start_copies()
         self.bring_messages()
 
     def bring_messages(self) -> None:
-        """Start to copy like :meth:`bring`, but without state."""
+        """Start to copy like :meth:`start_copies`, but without state."""
         lanes, messages = self._lanes, self.messages
         messages.fill(lanes.compute)
         now = lanes.compute.record()
@@ -185,8 +185,8 @@ class Chunk(StepChunk):
             now = messages.bring_weights(lanes.inner_reduce, now, self.locals, self.wholes)
         self._brought = messages.bring_gradients(lanes.inner_reduce, now, self.gradients)
 
-    def await_brought(self) -> None:
-        """Make compute wait for the copies that :meth:`bring` started."""
+    def wait_for_copies(self) -> None:
+        """Make compute wait for the copies that :meth:`start_copies` started."""
         assert self._brought is not None
         self._lanes.compute.wait(self._brought)
         self._brought = None
@@ -210,7 +210,7 @@ class Chunk(StepChunk):
     def drop_messages(self) -> None:
         """Free the memory of messages and the gradients."""
         self.gradients = ()
-        self.messages.drain(self._lanes.compute)
+        self.messages.free(self._lanes.compute)
 
     def leave(self) -> None:
         """Make compute wait for :meth:`return_weights`, and free the device memory of the step."""
@@ -290,7 +290,7 @@ class MeshOwners:
             if each in parts:
                 flat = self.memory.persistent(each.owned.numel, each.owned.dtype, ROLE)
                 self._wholes.append(flat)
-                free = weakref.finalize(each, self.memory.give_back, flat, ROLE)
+                free = weakref.finalize(each, self.memory.unregister, flat, ROLE)
                 free.atexit = False
             else:
                 flat = each.local

@@ -590,7 +590,7 @@ class OwnedStep(ChunkedStep):
             owners.start(found)
             chunk.begin(found, brings_weights=owners.finish_start() and len(losses) == 1)
             chunk.bring_messages()
-            chunk.await_brought()
+            chunk.wait_for_copies()
             for number, each in chunk.mine.items():
                 assert each.whole is not None
                 grad = chunk.messages.gradients[number]
@@ -613,7 +613,7 @@ class OwnedStep(ChunkedStep):
             return call
 
         if chunk.mine:
-            chunk.place.bring()
+            chunk.place.start_copies()
             chunk.begin({}, brings_weights=False)  # Each call of the closure sends gradients.
             arguments, named = with_closures(args, kwargs, on_owner)
             try:

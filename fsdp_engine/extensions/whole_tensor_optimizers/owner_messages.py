@@ -215,9 +215,9 @@ class ChunkMessages:
         """Allocate the memory of the messages."""
         compute.manage("allocate messages of owners", self._storage.fill, self._storage)
 
-    def drain(self, compute: Lane) -> None:
+    def free(self, compute: Lane) -> None:
         """Free the memory of the messages."""
-        compute.manage("free messages of owners", self._storage.drain, self._storage)
+        compute.manage("free messages of owners", self._storage.free, self._storage)
 
     def bring_gradients(self, lane: Lane, after: Ticket, slices: Sequence[Tensor | None]) -> Ticket:
         """Start to send gradients to their owners.

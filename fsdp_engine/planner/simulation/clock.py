@@ -457,7 +457,7 @@ class Clock:
             if seconds:
                 self.spans.append(Span(lane.name, label, self.phase, start, lane.free))
             return
-        start = self._settle()
+        start = self._next_start()
         self._compute.free = start + seconds
         if not self.machine.host_runs_ahead:
             self.host = self._compute.free
@@ -473,7 +473,7 @@ class Clock:
             part: The times of the part on the device.
             host_seconds: The seconds that the host of a device needs to issue the part.
         """
-        host, start = self.host, self._settle()
+        host, start = self.host, self._next_start()
         end = start + part.compute_seconds
         self.spans.append(Span(lanes.COMPUTE, label, self.phase, start, end, self.module()))
         for lane, wait in part.exposed_by_lane.items():
@@ -531,7 +531,7 @@ class Clock:
         """
         self.call()
         lane, label = self._of_model[lane_name], f"{name} of {self.module() or 'the model'}"
-        self._compute.free = self._settle()
+        self._compute.free = self._next_start()
         start = max(self._compute.free, lane.free)
         moment = lane.end = Moment(start + seconds, label, lane.name, seconds)
         self.spans.append(Span(lane.name, label, self.phase, start, lane.free, self.module()))
@@ -720,12 +720,12 @@ class Clock:
 
     def finish(self) -> float:
         """Wait for all operations and dependencies of compute, and return the time."""
-        self._compute.free = self._settle()
+        self._compute.free = self._next_start()
         for number, copy in self._copies:
             self.spans[number] = replace(self.spans[number], start=copy.start, end=copy.end)
         return self._compute.free
 
-    def _settle(self) -> float:
+    def _next_start(self) -> float:
         """Returns the start time of compute's next operation, and records its exposed waits."""
         ready = max(self.host, self._compute.free)
         arrival, self._arrival = self._arrival, None

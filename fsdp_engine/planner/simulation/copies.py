@@ -111,7 +111,7 @@ class CopyQueues:
                 later[way] = others[first:]
                 if first < len(others):
                     others[first].return_to(now)
-        self._settle({way: iter(each) for way, each in later.items()}, now)
+        self._compute_times({way: iter(each) for way, each in later.items()}, now)
         return copy
 
     def forget(self, time: float) -> None:
@@ -137,7 +137,7 @@ class CopyQueues:
             rates = {way: rate * self._host_rate / total for way, rate in rates.items()}
         return rates
 
-    def _settle(self, waiting: dict[Direction, Iterator[Copy]], now: float) -> None:
+    def _compute_times(self, waiting: dict[Direction, Iterator[Copy]], now: float) -> None:
         """Compute starts and ends of the copies that transfer bytes from ``now`` on. The first copy
         of each direction has started."""
         at_work = {way: copy for way, each in waiting.items() if (copy := next(each, None))}

@@ -98,7 +98,7 @@ class MemoryTracker:
             held: Returns the engine's bytes by role.
         """
         self._held = held
-        self.settle("weights")
+        self.assign_kind("weights")
         self._booked_before = self._booked()["weights"]
         self._made["weights"] -= self._booked_before
         self.restart()
@@ -162,10 +162,10 @@ class MemoryTracker:
         return bool(self._places)
 
     def known(self) -> set[int]:
-        """Returns the keys of the current storages, for :meth:`settle`."""
+        """Returns the keys of the current storages, for :meth:`assign_kind`."""
         return set(self._sizes)
 
-    def settle(self, kind: str, but: Collection[int] = ()) -> None:
+    def assign_kind(self, kind: str, but: Collection[int] = ()) -> None:
         """Assign a kind to all storages that still count as activations, except for keys in
         ``but``, the result of an earlier call of :meth:`known`."""
         for key, size in self._sizes.items():

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_engine.kernel_interface import Engine, allocator, find_module
-from fsdp_engine.planner.simulation.alike import is_alike
 from fsdp_engine.planner.simulation.causal_lm_stages import Stages, with_tp_plan
 from fsdp_engine.planner.simulation.clock import Clock
 from fsdp_engine.planner.simulation.context_parallel import ContextParallel, sequence_length
 from fsdp_engine.planner.simulation.device_kernels import device_kernels
+from fsdp_engine.planner.simulation.equal_structure import have_equal_structure
 from fsdp_engine.planner.simulation.machine import Link
 from fsdp_engine.planner.simulation.packed_sequences import masks_of_rows
 from fsdp_engine.planner.simulation.simulate import (
@@ -222,7 +222,7 @@ class PipelineJob:
         """Returns the arguments of each stage, followed by the output of the last one, on the meta
         device, as torch's stages infer them in their first step. Also returns for each stage the
         index of the first stage with equal operations and arguments."""
-        alike, first = self._find_alike(), list[int]()
+        equal_stages, first = self._find_equal_stages(), list[int]()
         with self.process(Clock(self.step.machine)) as process, ExitStack() as stack:
             context = context_of(process, self.step)
             if self.step.machine.host_runs_ahead:
@@ -235,7 +235,7 @@ class PipelineJob:
             for index in range(self.num_stages):
                 # The first stage receives nothing, and the last one has the loss, so they differ.
                 ends = [(n == 0, n == self.num_stages - 1) for n in range(len(found))]
-                kinds = list(zip(alike, ends, map(_kinds, found), strict=False))
+                kinds = list(zip(equal_stages, ends, map(_kinds, found), strict=False))
                 first.append(kinds.index(kinds[index]))
                 if first[index] < index:
                     found.append(found[first[index] + 1])
@@ -244,7 +244,7 @@ class PipelineJob:
                 found.append(tuple(map(_on_meta, outputs)))
         return found, first
 
-    def _find_alike(self) -> list[int]:
+    def _find_equal_stages(self) -> list[int]:
         """Returns for each stage the index of the first one with equal modules, or its own index if
         the stages cannot be built on the meta device."""
         first: list[int] = []
@@ -253,7 +253,9 @@ class PipelineJob:
             for index in range(self.num_stages):
                 module = build_meta_module(partial(self.stages, index, self.num_stages))
                 modules.append(module)
-                first.append(next(n for n, each in enumerate(modules) if is_alike(each, module)))
+                first.append(
+                    next(n for n, each in enumerate(modules) if have_equal_structure(each, module))
+                )
         except SimulationError:
             return list(range(self.num_stages))
         return first

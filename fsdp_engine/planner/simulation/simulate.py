@@ -650,7 +650,7 @@ def sharded(
     with as_simulation_error("making the optimizer"):
         optimizer = (step.optimizer or make_adamw)(model.parameters())
     shard_optimizer_of(optimizer)
-    process.memory.settle("optimizer")
+    process.memory.assign_kind("optimizer")
     return engines, optimizer
 
 

@@ -57,7 +57,7 @@ class SimulatedProcess:
         before = self.memory.known()
         with as_simulation_error("the optimizer's step"):
             optimizer.step()
-        self.memory.settle("optimizer", but=before)
+        self.memory.assign_kind("optimizer", but=before)
         optimizer.zero_grad()
 
 

@@ -39,7 +39,7 @@ def test_storages_share_no_byte_and_their_views_stay_valid_whatever_happens() ->
         before = memory.arenas["full"].memory
         if storage.filled and num_writes[number]:
             assert view.eq(number).all()
-            storage.drain()
+            storage.free()
         else:
             storage.fill()
             view.fill_(number)
@@ -58,7 +58,7 @@ def test_storages_share_no_byte_and_their_views_stay_valid_whatever_happens() ->
         if event % choose.randint(20, 60) == 0:
             memory.end_backward()
     for storage in row:
-        storage.drain()
+        storage.free()
     assert memory.ledger.held["full"] == arena_bytes(memory) > 0
 
 
@@ -71,8 +71,8 @@ def test_the_arena_outlives_the_storages_that_are_filled_from_it() -> None:
         view = first.view(0, (100_000,))
         memory.end_backward()
         if _ == 0:
-            first.drain()
-            second.drain()
+            first.free()
+            second.free()
     assert arena_bytes(memory) == 2 * aligned(100_000)
     view.fill_(5)
     del memory, first, second

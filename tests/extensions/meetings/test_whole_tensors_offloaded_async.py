@@ -68,6 +68,6 @@ def test_state_that_lies_elsewhere_may_be_reset(level: str, place: str) -> None:
 @on_ranks(2)
 def test_new_state_is_wrong_where_old_bytes_are_not_awaited() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StateHome, "await_brought", lambda self: None)
+        patch.setattr(StateHome, "wait_for_copies", lambda self: None)
         pair = "optim_grads_params", "no_shard"
         assert differences_after_a_reset(pair, "host")

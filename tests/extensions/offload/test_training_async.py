@@ -138,11 +138,11 @@ def no_steps(*args: Any) -> Iterator[Any]:
 
 
 def free_at_once(beside: Any, label: str, storage: Any) -> None:
-    storage.drain()
+    storage.free()
 
 
 LEFT_OUT: dict[tuple[str, str], tuple[type, str, Callable[..., Any]]] = {
-    ("state on the host", "wait"): (_Chunk, "await_brought", nothing),
+    ("state on the host", "wait"): (_Chunk, "wait_for_copies", nothing),
     ("state on the host", "take"): (HostHome, "take", no_steps),
     ("stepped on the host", "wait"): (Offloading, "wait", nothing),
     ("beside forward", "memory of gradients"): (StepBesideForward, "free", free_at_once),

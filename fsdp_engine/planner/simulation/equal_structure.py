@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 _NUMBERS = ("idx", "index", "number", "layer_id")
 
 
-def is_alike(one: Any, other: Any, distance: int | None = None) -> bool:
+def have_equal_structure(one: Any, other: Any, distance: int | None = None) -> bool:
     """Returns whether two objects are equal in classes, attributes and shapes, except for block
     numbers.
 
@@ -23,17 +23,19 @@ def is_alike(one: Any, other: Any, distance: int | None = None) -> bool:
         distance: Difference by which any integer in ``other`` may be larger. None: only attributes
             named like block numbers may differ.
     """
-    return _is_alike(one, other, distance, set())
+    return _have_equal_structure(one, other, distance, set())
 
 
-def _is_alike(one: Any, other: Any, distance: int | None, seen: set[tuple[int, int]]) -> bool:
+def _have_equal_structure(
+    one: Any, other: Any, distance: int | None, seen: set[tuple[int, int]]
+) -> bool:
     key = id(one), id(other)
     if one is other or key in seen:
         return True
     if type(one) is not type(other):
         return False
     seen.add(key)
-    again = partial(_is_alike, distance=distance, seen=seen)
+    again = partial(_have_equal_structure, distance=distance, seen=seen)
     if isinstance(one, FakeTensorMode):  # the modes of separately built tensors are equivalent
         return True
     if isinstance(one, Tensor):
