@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
 from fsdp_engine.comm.groups import Ranks
@@ -384,6 +383,18 @@ def axis_plan(mesh: DataMesh, levels: Strategy) -> AxisPlan:
     return AxisPlan(sizes, levels.on(mesh.outer.size))
 
 
+def _sharder_of(module: nn.Module) -> str | None:
+    """Returns the part of torch that has sharded the parameters of ``module``; None: none has."""
+    package = __name__.partition(".")[0]
+    for kind in type(module).__mro__:
+        if kind.__module__.startswith(f"{package}."):
+            return None  # this package replaces torch's class by a subclass
+        if kind.__module__.startswith("torch.distributed.fsdp."):
+            is_wrapper = kind.__name__ == "FullyShardedDataParallel"
+            return kind.__name__ if is_wrapper else "torch's fully_shard"
+    return None
+
+
 def check_types(model: object, policy: object, options: object = None) -> None:
     """Raise TypeError unless each argument has its type. ``policy`` and ``options`` may be None."""
     if not isinstance(model, nn.Module):
@@ -394,11 +405,11 @@ def check_types(model: object, policy: object, options: object = None) -> None:
             "shard() replaces. Pass model.module"
         )
     for name, module in model.named_modules():
-        if isinstance(module, FullyShardedDataParallel):
+        if (sharder := _sharder_of(module)) is not None:
             raise TypeError(
                 "model: expected modules with full parameters; found "
-                f"{label_of(name)}, whose parameters FullyShardedDataParallel has sharded. Pass "
-                "the model before it is wrapped, since shard() replaces this wrapper"
+                f"{label_of(name)}, whose parameters {sharder} has sharded. Pass the model without "
+                "it, since shard() replaces it"
             )
     check_policy_and_options(policy, options)
 

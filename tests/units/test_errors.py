@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
 import fsdp_engine as fe
@@ -100,6 +100,9 @@ def test_models_that_cannot_be_sharded_are_refused() -> None:
     wrapped = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
     with refused(wrapped, "found 0, whose parameters FullyShardedDataParallel", kind=TypeError):
         fe.shard(nn.Sequential(wrapped), initial_values="rank0")
+    sharded = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
+    with pytest.raises(TypeError, match="found 0, whose parameters torch's fully_shard has"):
+        fe.shard(nn.Sequential(sharded))
 
 
 @on_ranks(4)

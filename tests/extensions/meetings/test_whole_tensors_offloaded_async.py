@@ -51,7 +51,7 @@ def differences_after_a_reset(pair: tuple[str, str], place: str) -> list[str]:
     given = job(pair, sizes=(2,), make_optimizer=make_reset_optimizer, options=options)
     expected = train(given, "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        for name, seconds in (("bring", 2e-2), ("take", 4e-2)):
+        for name, seconds in (("load", 2e-2), ("store", 4e-2)):
             patch.setattr(HostHome, name, late(getattr(HostHome, name), seconds))
         found = train(given, on.NAME)
     return differences(found, expected)

@@ -143,20 +143,20 @@ def free_at_once(beside: Any, label: str, storage: Any) -> None:
 
 LEFT_OUT: dict[tuple[str, str], tuple[type, str, Callable[..., Any]]] = {
     ("state on the host", "wait"): (_Chunk, "wait_for_copies", nothing),
-    ("state on the host", "take"): (HostHome, "take", no_steps),
+    ("state on the host", "store"): (HostHome, "store", no_steps),
     ("stepped on the host", "wait"): (Offloading, "wait", nothing),
     ("beside forward", "memory of gradients"): (StepBesideForward, "free", free_at_once),
     # A piece is read, or written again, before the device has copied it.
     ("all on a disk", "mark of a piece"): (Staging, "copied", nothing),
     ("all on a disk", "wait for compute"): (ThreadLane, "wait", nothing),
-    ("all on a disk", "bring"): (StagedHome, "bring", no_steps),
+    ("all on a disk", "load"): (StagedHome, "load", no_steps),
 }
 # One of each place always, the others in ``make test-all``.
 FEW_LEFT_OUT = [
-    ("state on the host", "take"),
+    ("state on the host", "store"),
     ("stepped on the host", "wait"),
     ("beside forward", "memory of gradients"),
-    ("all on a disk", "bring"),
+    ("all on a disk", "load"),
 ]
 
 
