@@ -198,6 +198,27 @@ class Engine:
         finally:
             self._other_weights = before
 
+    def check_sharded(self, what: str) -> None:
+        """Check that modules do not hold full main weights, of which an operation on main weights
+        would change nothing.
+
+        Args:
+            what: Name of the operation in the message.
+
+        Raises:
+            RuntimeError: The call is within ``unsharded()``.
+        """
+        if not self.guard.paused:
+            return
+        for buffer in self.buffers:
+            for index in range(len(buffer.records)):
+                if self.guard.full_main(buffer, index) is not None:
+                    raise RuntimeError(
+                        f"{what}: expected the sharded parameter as {buffer.records[index].name}; "
+                        "found the full main weight of engine.unsharded(). Call this outside of "
+                        "that context; contexts that swap weights may contain it"
+                    )
+
     def check_trained_weights(self, what: str) -> None:
         """Check that the model holds the trained weights.
 

@@ -10,6 +10,7 @@ Metadata and objects are pickles. Unless ``trust`` is set, they are read without
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
@@ -42,6 +43,9 @@ from fsdp_engine.checkpoint.reader import Reader, find_damages, find_damages_wit
 from fsdp_engine.checkpoint.run_state import unpack
 
 OTHER = "other"
+# Checkpoints of trainers contain the sharded state in this subfolder.
+TRAINER_SUBFOLDER = "fsdp_engine"
+_TRAINER_FOLDER = re.compile(r"checkpoint[-_](\d+)")
 # The section of an entry by the first component of its key.
 _SECTIONS = {name: name for name in (MODEL, OPTIMIZER, EXTRA, RANKS)} | {EXTRA_TENSORS: EXTRA}
 
@@ -52,7 +56,8 @@ def find_folders(
     """Find the folders of checkpoints at a path.
 
     Args:
-        path: The path of a checkpoint, or of a directory of checkpoints.
+        path: The path of a checkpoint, or of a directory of checkpoints. The checkpoints may be
+            those of a trainer (``checkpoint-<step>``).
         step: The step of a checkpoint in a directory. None: the latest step.
         every: Find all checkpoints, unless ``step`` is given.
         broken: Also find checkpoints whose manifest is missing.
@@ -67,12 +72,15 @@ def find_folders(
         )
     if not path.exists():
         raise FileNotFoundError(f"path: expected a checkpoint at {path}; found nothing")
+    if (of_trainer := _of_trainer(path)) is not None:
+        _check_step(of_trainer, step)
+        return [of_trainer]
     is_one = (path / MANIFEST).is_file() or (path / METADATA).is_file()
     if is_one or (broken and _has_lost_manifest(path)):
         _check_step(path, step)
         return [path]
     directory = CheckpointDirectory(path)
-    complete = directory.complete()
+    complete = directory.complete() or _folders_of_trainer(path)
     incomplete = directory.incomplete() if broken and step is None else []
     if step is not None:
         if step not in complete:
@@ -87,6 +95,22 @@ def find_folders(
             f"nor {METADATA} in {path}, and no complete step-... in it{directories_below(path)}"
         )
     return [*list(complete.values())[0 if every else -1 :], *incomplete]
+
+
+def _of_trainer(folder: Path) -> Path | None:
+    """Returns the folder of the sharded state within a trainer's checkpoint."""
+    state = folder / TRAINER_SUBFOLDER
+    return state if (state / METADATA).is_file() else None
+
+
+def _folders_of_trainer(path: Path) -> dict[int, Path]:
+    """Returns the folders of the sharded state within a trainer's directory by step, ascending."""
+    found = {}
+    for folder in path.iterdir():
+        name, state = _TRAINER_FOLDER.fullmatch(folder.name), _of_trainer(folder)
+        if name is not None and state is not None:
+            found[int(name[1])] = state
+    return dict(sorted(found.items()))
 
 
 def _check_step(folder: Path, step: int | None) -> None:

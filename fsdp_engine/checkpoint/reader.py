@@ -504,7 +504,9 @@ def _damaged_entries(folder: Path, name: str) -> str:
 
 def _damaged_among(path: Path, entries: Iterable[_Entry]) -> str:
     damaged = _find_damaged(path, entries)
-    return _listed(damaged) if damaged else "only padding between entries is damaged"
+    if damaged:
+        return _listed(damaged)
+    return "the data of all entries is intact, but entries in this block cannot be read"
 
 
 def _find_damaged(

@@ -313,8 +313,13 @@ def slice_of_distributed(source: Tensor, flat: FlatPlacement) -> Tensor | None:
     if is_replicated(source):
         return source._local_tensor.reshape(-1)[flat.start : flat.stop]
     last = source._spec.placements[-1]
-    has_slice = isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)
-    return source._local_tensor.reshape(-1) if has_slice else None
+    if not (isinstance(last, FlatShard) and last.span == (flat.start, flat.stop)):
+        return None
+    local = source._local_tensor.reshape(-1)
+    # transformers and PEFT wrap a full tensor with the placements of a parameter whose placements
+    # have no dim (``set_peft_model_state_dict``).
+    is_full = local.numel() == source.numel() != flat.numel
+    return local[flat.start : flat.stop] if is_full else local
 
 
 def _full(source: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
+from fsdp_engine.checkpoint.offline import TRAINER_SUBFOLDER
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
@@ -54,7 +55,7 @@ with naming_extra():
 WHAT = "FSDPEngineAccelerator()"
 # Name of the folder with weights and optimizer state in a checkpoint, in the format of
 # torch.distributed.checkpoint.
-SHARDED = "fsdp_engine"
+SHARDED = TRAINER_SUBFOLDER
 _TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
 

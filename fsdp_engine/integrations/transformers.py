@@ -79,6 +79,9 @@ class FSDPEngineMixin(_Trainer):
             ignored if the model is already sharded.
         pretrained: A Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
             weights of a model that is on the meta device.
+        trainable_only: Leave parameters that were frozen at ``shard`` out of the state for
+            resuming. None: only those of models with adapters of PEFT, whose base model is loaded
+            before the trainer is made.
         model_in_checkpoints: Also save the model in the format of ``from_pretrained`` in each
             checkpoint. False: checkpoints contain only the state for resuming.
         different_modules: Allow ranks to use different modules in steps of training, evaluation and
@@ -112,6 +115,7 @@ class FSDPEngineMixin(_Trainer):
         *args: Any,
         shard: Mapping[str, Any] | None = None,
         pretrained: str | os.PathLike[str] | None = None,
+        trainable_only: bool | None = None,
         model_in_checkpoints: bool = True,
         different_modules: bool = False,
         generate_together: bool = False,
@@ -119,6 +123,7 @@ class FSDPEngineMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
+        self._given_trainable_only = trainable_only
         self._model_in_checkpoints = model_in_checkpoints
         self._different_modules = different_modules
         self._generate_together = generate_together
@@ -135,6 +140,12 @@ class FSDPEngineMixin(_Trainer):
     def engine(self) -> Engine:
         """The model's engine."""
         return self._accelerator.shard_model(self.model)
+
+    @property
+    def _trainable_only(self) -> bool:
+        if self._given_trainable_only is None:
+            return hasattr(self.model, "peft_config")
+        return self._given_trainable_only
 
     @property
     def _accelerator(self) -> FSDPEngineAccelerator:
@@ -382,7 +393,10 @@ class FSDPEngineMixin(_Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         folder = Path(output_dir)
-        save_checkpoint(folder / SHARDED, self.engine, plain_optimizer(self.optimizer))
+        optimizer = plain_optimizer(self.optimizer)
+        save_checkpoint(
+            folder / SHARDED, self.engine, optimizer, trainable_only=self._trainable_only
+        )
         path, state = folder / SCHEDULER_NAME, self.lr_scheduler.state_dict()
         self._on_first("saving the scheduler", lambda: torch.save(state, path))
 
@@ -412,7 +426,9 @@ class FSDPEngineMixin(_Trainer):
         engine, folder = self.engine, Path(checkpoint)
         optimizer = plain_optimizer(self.optimizer)
         if (folder / SHARDED).is_dir():
-            load_checkpoint(folder / SHARDED, engine, optimizer)
+            load_checkpoint(
+                folder / SHARDED, engine, optimizer, trainable_only=self._trainable_only
+            )
         elif not (folder / WHOLE_OPTIMIZER).is_file():
             return  # save_only_model=True: there is no state of optimizer and scheduler
         error: Exception | None = None
@@ -431,7 +447,7 @@ class FSDPEngineMixin(_Trainer):
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         if (folder / SHARDED).is_dir():
-            load_checkpoint(folder / SHARDED, self.engine)
+            load_checkpoint(folder / SHARDED, self.engine, trainable_only=self._trainable_only)
         else:
             self._load_model(str(folder))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_engine.checkpoint.offline import StoredCheckpoint, find_folders
 from tests.integrations.trainer_scene import (
     FULL,
     arguments,
@@ -142,6 +143,44 @@ def test_a_run_continues_bit_by_bit_on_as_many_ranks_also_with_dropout() -> None
     assert figures(again) == figures(made)
     whole, other = made.engine.full_state_dict(), again.engine.full_state_dict()
     assert all(torch.equal(value, other[name]) for name, value in whole.items())
+
+
+def adapted(seed: int) -> Any:
+    """One base model under adapters of a seed."""
+    import peft
+
+    base = llama()
+    torch.manual_seed(seed)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(base, config)
+
+
+@on_ranks(2)
+def test_checkpoints_of_adapters_leave_the_base_model_out() -> None:
+    folder, runs = shared_folder(), []
+    for seed, path in ((0, None), (9, str(folder / "checkpoint-2"))):
+        given = {**SAVES, "load_best_model_at_end": True, "eval_steps": 2}
+        runs.append(trainer(FULL, arguments(folder, **given), adapted(seed)))
+        runs[-1].train(resume_from_checkpoint=path)
+    made, again = runs
+    whole, other = made.engine.full_state_dict(), again.engine.full_state_dict()
+    assert figures(again) == figures(made)
+    assert all(torch.equal(value, other[name]) for name, value in whole.items())
+    # As the folder of one checkpoint, and as the directory of all.
+    for path in (folder / "checkpoint-6", folder):
+        (found,) = find_folders(path)
+        assert found == folder / "checkpoint-6" / "fsdp_engine"
+        keys = StoredCheckpoint(found).tensors
+        names = {key.removeprefix("model.") for key in keys if key.startswith("model.")}
+        assert names == {name for name, p in made.model.named_parameters() if p.requires_grad}
+    assert len(find_folders(folder, every=True)) == 3
+    assert find_folders(folder, 4) == [folder / "checkpoint-4" / "fsdp_engine"]
+    whole_state = trainer(FULL, arguments(folder), adapted(0), trainable_only=False)
+    whole_state.args.save_strategy = "steps"
+    whole_state.args.save_steps = 5
+    whole_state.train()
+    keys = StoredCheckpoint(find_folders(folder, 5)[0]).tensors
+    assert any("embed_tokens" in key for key in keys)
 
 
 @on_ranks(2)

@@ -128,9 +128,10 @@ class EMA:
         """Move the averages towards the weights. Call it after each optimizer step.
 
         Raises:
-            RuntimeError: ``update`` is called within ``swapped``.
+            RuntimeError: ``update`` is called within ``swapped`` or ``engine.unsharded()``.
         """
         self._engine.check_trained_weights("EMA.update()")
+        self._engine.check_sharded("EMA.update()")
         self._num_calls += 1
         if self._num_calls % self.every:
             return
@@ -153,13 +154,15 @@ class EMA:
         weights.
 
         Raises:
-            RuntimeError: A forward or a backward is running, the context is entered twice, or other
-                ranks are in another call.
+            RuntimeError: A forward or a backward is running, the context is entered twice or within
+                ``engine.unsharded()``, or other ranks are in another call. (``engine.unsharded()``
+                within ``swapped`` gives full averages.)
                 Within the context: a backward begins, an optimizer steps, or ``update`` is called.
         """
         self._engine.check_trained_weights("EMA.swapped()")
         engine = self._engine
         engine.scheduler.check_at_rest("EMA.swapped()")
+        engine.check_sharded("EMA.swapped()")
         engine.missing_values.check()
         engine.await_ranks()
         # Other ranks gather this rank's shards, so all ranks meet before the shards change.

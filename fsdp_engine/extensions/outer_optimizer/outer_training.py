@@ -255,6 +255,7 @@ class OuterTraining(GradientObserver):
     def _check_at_rest(self, what: str) -> None:
         self._engine.check_trained_weights(what)
         self._engine.scheduler.check_at_rest(what)
+        self._engine.check_sharded(what)
 
     def _check_restarted(self, what: str) -> None:
         if self._loaded_replicas != self.num_replicas:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fsdp_engine as fe
 from fsdp_engine.extensions.adapters import adapter_folder
+from fsdp_engine.strategies import LEVELS
 from tests.checkpoint.scene import failing, shared_folder
 from tests.extensions.adapters.peft_models import CONFIGS, adapted, llama, lora, peft
 from tests.pool import Ranks, on_few_ranks, on_ranks
@@ -211,6 +212,20 @@ def test_an_adapter_that_does_not_fit_changes_nothing() -> None:
         fe.load_pretrained(fe.shard(llama()), f"{folder}/fits")
     after = held(engine)
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@on_ranks(2)
+def test_peft_loads_its_state_dict_into_a_sharded_model() -> None:
+    source = trained("lora")
+    state = peft.get_peft_model_state_dict(source)
+    assert state
+    for level in LEVELS:
+        model = adapted("lora")
+        engine = fe.shard(model, strategy=level)
+        peft.set_peft_model_state_dict(model, dict(state))
+        for name, value in held(engine).items():
+            if is_own(name):
+                assert torch.equal(value, source.state_dict()[name]), (level, name)
 
 
 @pytest.mark.parametrize("method", [peft.LoHaConfig, peft.LoKrConfig])

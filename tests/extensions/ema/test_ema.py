@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import fsdp_engine as fe
 from fsdp_engine.checkpoint import cli
 from fsdp_engine.comm.agreement import agree
+from fsdp_engine.strategies import LEVELS
 from tests import reference
 from tests.models import DIM, Chain, Normalised, lora_model, odd_model, vector_batch
 from tests.pool import Ranks, on_few_ranks, on_ranks
@@ -245,6 +246,30 @@ def test_a_rank_that_enters_the_context_alone_is_told_so() -> None:
         call: Callable[[], Any] = ema.swapped().__enter__ if dist.get_rank() == 0 else other
         with pytest.raises(RuntimeError, match=r"rank 0 in EMA\.swapped\(\), rank 1 in evaluation"):
             call()
+
+
+@on_ranks(2)
+def test_averages_are_swapped_outside_of_unsharded_only() -> None:
+    for level in LEVELS:
+        model, engine, optimizer = build(odd_model, {"strategy": level})
+        ema = fe.EMA(engine, DECAY)
+        step(model, optimizer, 0)
+        ema.update()
+        with ema.swapped():
+            expected = engine.full_state_dict()
+        with ema.swapped(), engine.unsharded():
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, expected[name]), (level, name)
+        trained = engine.full_state_dict()
+        assert any(not torch.equal(value, expected[name]) for name, value in trained.items())
+        if level == "no_shard":
+            continue
+        with engine.unsharded():
+            for what, call in (("swapped", ema.swapped().__enter__), ("update", ema.update)):
+                with pytest.raises(RuntimeError, match=rf"EMA\.{what}\(\): expected the sharded"):
+                    call()
+        for name, value in engine.full_state_dict().items():
+            assert torch.equal(value, trained[name])
 
 
 def save_with_averages(folder: str) -> None:
