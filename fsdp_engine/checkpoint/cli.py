@@ -46,7 +46,7 @@ from fsdp_engine.checkpoint.offline import (
     find_folders,
     verify,
 )
-from fsdp_engine.terminal import format_bytes, print_whole
+from fsdp_engine.terminal import counted, format_bytes, print_whole
 
 DTYPES = {
     "float32": torch.float32,
@@ -202,7 +202,9 @@ def diff(
     b: PathArgument,
     step: StepOption = None,
     match: MatchOption = None,
-    rtol: Annotated[float, typer.Option(help="tolerance, relative to B's values")] = 0.0,
+    rtol: Annotated[
+        float, typer.Option(help="tolerance of tensors and floats, relative to B's values")
+    ] = 0.0,
     atol: Annotated[float, typer.Option(help="absolute tolerance")] = 0.0,
     ranks: Annotated[
         bool, typer.Option("--ranks", help="also compare the entries of each rank")
@@ -226,8 +228,10 @@ def diff(
         ("other values (A; B)", found.values),
     ):
         _print_lines(title, lines, limit)
-    if found.tensors:
-        print_whole(tables.differences(found.tensors, limit))
+    if different := [each for each in found.tensors if each.num_different]:
+        print_whole(tables.differences(different, limit))
+    if num_within := len(found.tensors) - len(different):
+        typer.echo(f"differences within the tolerance: {counted(num_within, 'tensor')}")
     if found.left_out:
         typer.echo(f"not compared: {len(found.left_out)} entries of ranks (--ranks compares them)")
     norms = ", ".join(f"{name} {value:.6g}" for name, value in found.norms.items())

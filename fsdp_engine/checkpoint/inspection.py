@@ -334,7 +334,7 @@ class Difference:
     Attributes:
         only_in_a, only_in_b: Keys of only one checkpoint.
         other: A line for each entry whose shape, dtype or type differs.
-        values: A line for each object or number that differs.
+        values: A line for each object or number that differs by more than the tolerance.
         tensors: Tensors with elements that differ, including those within the tolerance and those
             within objects.
         num_compared: The number of compared tensors, which have the same shape in both. Tensors
@@ -482,8 +482,16 @@ class _Objects:
             _add(different, a.reshape(-1), b.reshape(-1), self.rtol, self.atol)
             if different.num_different or different.max_abs:
                 self.found.tensors.append(different)
-        elif not _equal(a, b):
+        elif not (_equal(a, b) or self._is_within_tolerance(a, b)):
             self.found.values.append(f"{name}: {shorten(a)}; {shorten(b)}")
+
+    def _is_within_tolerance(self, a: Any, b: Any) -> bool:
+        """Returns whether two floats, or a float and an int, are equal within the tolerance."""
+        if not (isinstance(a, float) or isinstance(b, float)):
+            return False
+        if not (isinstance(a, float | int) and isinstance(b, float | int)):
+            return False
+        return abs(a - b) <= self.atol + self.rtol * abs(b)
 
 
 class _Pairs:

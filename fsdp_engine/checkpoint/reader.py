@@ -110,7 +110,7 @@ class Reader(dcp.FileSystemReader):
                 content = FileView(source, place.offset, place.length).read(-1)
             except DamagedError as error:
                 raise DamagedError(
-                    f"{path}: expected {key} as it was saved; found {error}"
+                    f"{path}: expected {key} as it was saved; found {error}. Load an older step"
                 ) from error
         if len(content) != place.length:
             raise DamagedError(

@@ -255,13 +255,15 @@ class Run:
         elif not is_same_job:
             of_rank_0, was_used = self._of_other_ranks(rows, draws)
             self._random_use.restart(was_used=was_used)
-            other = f"expected {self.ranks.size} ranks at the save; found {manifest.world_size}. "
+            sizes = f"ranks at the save {manifest.world_size}, at this load {self.ranks.size}"
+            other = f"expected as many ranks as at the save; found {sizes}. "
             if was_used:
                 warned.append(
                     f"{other}Random states stay as they are. So a loop that draws batches with the "
                     "global generators repeats its first batches (DistributedSampler does not use "
-                    "these generators). Seed each step by its number and the rank, or call "
-                    "torch.manual_seed(seed + step * ranks + rank) now"
+                    "them; iter(DataLoader) draws a seed, unless it has generator=). Seed each "
+                    "step by its number and the rank, or call torch.manual_seed(seed + step * "
+                    "ranks + rank) now"
                 )
             if of_rank_0:
                 more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""

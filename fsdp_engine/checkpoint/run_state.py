@@ -101,6 +101,10 @@ class RandomUse:
             state: The current random state.
         """
         now = self._digests(state)
+        # A generator that was seeded since then, and has not drawn, was not used.
+        seeded = torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        if _digest(seeded) == now["torch"]:
+            del now["torch"]
         common = self._before.keys() & now.keys()
         return self._was_used or any(self._before[name] != now[name] for name in common)
 

@@ -257,7 +257,8 @@ def copy_(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(target, cls):
         why = (
             "copies this rank's elements into a tensor that is not sharded (to load a model that "
-            "is not sharded, save engine.full_state_dict(), called on all ranks)"
+            "is not sharded, save engine.full_state_dict(), called on all ranks; for an average of "
+            "the weights, use fe.EMA(engine))"
         )
         raise refusal(cls, func, (source,), why)
     if not isinstance(source, Tensor):
