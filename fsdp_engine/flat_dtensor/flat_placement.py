@@ -280,7 +280,6 @@ class FlatPlacement:
         name: str = "",
         is_written: bool = True,
         num_rows: int = 1,
-        ranges: RangesOfRanks | None = None,
     ) -> FlatPlacement:
         """Returns a placement with the mesh's groups of the ``num_sharded_axes`` innermost axes."""
         return cls(
@@ -294,7 +293,6 @@ class FlatPlacement:
             spread=spread,
             is_written=is_written,
             num_rows=num_rows,
-            ranges=ranges,
         )
 
     @cached_property
@@ -518,8 +516,12 @@ class FlatPlacement:
     def __reduce__(self) -> Any:
         # Groups cannot be pickled. The mesh has groups of the same ranks.
         args = (tuple(self.shape), self.start, self.stop, self.mesh, self._num_sharded, self.spread)
-        return _on_mesh, (*args, self.name, self.is_written, self.num_rows, self.ranges)
+        # A plain tuple, since torch.load accepts only few classes.
+        ranges = None if self.ranges is None else tuple(self.ranges)
+        return _on_mesh, (*args, self.name, self.is_written, self.num_rows, ranges)
 
 
 def _on_mesh(*args: Any) -> FlatPlacement:
-    return FlatPlacement.on_mesh(*args)
+    given, ranges = args[:9], args[9] if len(args) > 9 else None  # older files have 9 arguments
+    placement = FlatPlacement.on_mesh(*given)
+    return placement if ranges is None else replace(placement, ranges=RangesOfRanks(*ranges))

@@ -77,7 +77,7 @@ def test_order_of_calls() -> None:
     model = parallelize(fsdp2, seeded())
     with pytest.raises((ValueError, AssertionError), match="only be applied to a module once"):
         fsdp2.fully_shard(model)
-    with pytest.raises(ValueError, match="not sharded before"):
+    with pytest.raises(ValueError, match="that no engine has sharded"):
         fe.shard(model)
     model.layers["0"](torch.ones(2, 6, 24), model.angles)
     with pytest.raises(RuntimeError, match="root module to be called first"):

@@ -203,7 +203,7 @@ def test_memory_of_the_engine_and_buffers_stay() -> None:
         assert 3 * x.nbytes <= found.pool.bytes_in_use <= 3 * x.nbytes + 3 * 64
         loss.backward()
     assert not memory.owns(x)
-    memory.give_back(main, "main")
+    memory.unregister(main, "main")
     assert not memory.owns(main)
 
 

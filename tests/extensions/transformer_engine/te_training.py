@@ -118,7 +118,7 @@ class Watch:
     def __init__(self, model: nn.Module, engine: fe.Engine) -> None:
         self.model, self.engine = model, engine
         self.layers = quantised_layers(model)
-        self.check_resident: Counter[str] = Counter()
+        self.looks: Counter[str] = Counter()
         self.expected: dict[str, Quantised] = {}
         self._used: dict[str, Any] = {}
         for name, layer in self.layers.items():

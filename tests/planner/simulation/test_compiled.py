@@ -233,7 +233,9 @@ def test_training_after_a_simulation_compiles_anew() -> None:
 
 
 def test_dynamic_shapes_are_refused() -> None:
-    with pytest.raises(fe.SimulationError, match=r"expected static shapes.*dynamic=None or False"):
+    with pytest.raises(
+        fe.SimulationError, match=r"expected static shapes.*dynamic=None or dynamic=False"
+    ):
         _simulate("dynamic", depth=1)
 
 
