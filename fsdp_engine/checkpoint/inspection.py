@@ -491,7 +491,11 @@ class _Objects:
             return False
         if not (isinstance(a, float | int) and isinstance(b, float | int)):
             return False
-        return abs(a - b) <= self.atol + self.rtol * abs(b)
+        try:
+            gap, size = abs(a - b), abs(float(b))
+        except OverflowError:  # an int that no float can hold
+            return False
+        return math.isfinite(gap) and gap <= self.atol + self.rtol * size
 
 
 class _Pairs:

@@ -257,8 +257,14 @@ class FlatPlacement:
         """
         if self is other:
             return True
-        known = other is not None and None not in (self.ranges, other.ranges)
-        return self == other and (not known or self.ranges == other.ranges)
+        if other is None or self.ranges is None or other.ranges is None:
+            return self == other
+        return (self.ranges, self._tensor_and_mesh) == (other.ranges, other._tensor_and_mesh)
+
+    @property
+    def _tensor_and_mesh(self) -> tuple[Any, ...]:
+        """The compared fields but this rank's slice."""
+        return self.shape, self.mesh, self.num_sharded_axes, self.spread, self.num_rows
 
     def rename(self, name: str) -> None:
         """Set ``name``, which is not part of comparisons."""

@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
+from fsdp_engine.checkpoint.model_state import Saved
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
@@ -142,10 +144,18 @@ class FSDPEngineMixin(_Trainer):
         return self._accelerator.shard_model(self.model)
 
     @property
-    def _trainable_only(self) -> bool:
+    def _saves_trainable_only(self) -> bool:
         if self._given_trainable_only is None:
             return hasattr(self.model, "peft_config")
         return self._given_trainable_only
+
+    def _loads_trainable_only(self, folder: Path) -> bool:
+        """Returns whether frozen parameters stay as they are at a load. Checkpoints that contain
+        them are loaded completely, unless the user has decided."""
+        if self._given_trainable_only is None:
+            with suppress(OSError, ValueError):  # raised on all ranks by the load
+                return Saved(read_metadata(folder)).is_trainable_only
+        return bool(self._given_trainable_only)
 
     @property
     def _accelerator(self) -> FSDPEngineAccelerator:
@@ -395,7 +405,7 @@ class FSDPEngineMixin(_Trainer):
         folder = Path(output_dir)
         optimizer = plain_optimizer(self.optimizer)
         save_checkpoint(
-            folder / SHARDED, self.engine, optimizer, trainable_only=self._trainable_only
+            folder / SHARDED, self.engine, optimizer, trainable_only=self._saves_trainable_only
         )
         path, state = folder / SCHEDULER_NAME, self.lr_scheduler.state_dict()
         self._on_first("saving the scheduler", lambda: torch.save(state, path))
@@ -427,7 +437,10 @@ class FSDPEngineMixin(_Trainer):
         optimizer = plain_optimizer(self.optimizer)
         if (folder / SHARDED).is_dir():
             load_checkpoint(
-                folder / SHARDED, engine, optimizer, trainable_only=self._trainable_only
+                folder / SHARDED,
+                engine,
+                optimizer,
+                trainable_only=self._loads_trainable_only(folder / SHARDED),
             )
         elif not (folder / WHOLE_OPTIMIZER).is_file():
             return  # save_only_model=True: there is no state of optimizer and scheduler
@@ -447,7 +460,11 @@ class FSDPEngineMixin(_Trainer):
     def _load_best_model(self) -> None:
         folder = Path(str(self.state.best_model_checkpoint))
         if (folder / SHARDED).is_dir():
-            load_checkpoint(folder / SHARDED, self.engine, trainable_only=self._trainable_only)
+            load_checkpoint(
+                folder / SHARDED,
+                self.engine,
+                trainable_only=self._loads_trainable_only(folder / SHARDED),
+            )
         else:
             self._load_model(str(folder))
 

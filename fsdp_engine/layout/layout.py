@@ -81,7 +81,8 @@ class RangesOfRanks(NamedTuple):
     Attributes:
         first_rank: Index of the first rank that holds elements.
         first: Number of elements of this rank.
-        next: Number of elements of each following rank, until the tensor's end. 0: there are none.
+        next: Number of elements of each following rank, until the tensor's end, or of the last
+            rank if it is the only one. 0: there are none.
     """
 
     first_rank: int
@@ -210,7 +211,7 @@ class Layout:
         size = self.numel // (1, self.inner_size, self.num_shards)[depth]
         first_rank, before = divmod(slot.offset, size) if slot.numel else (0, 0)
         first = min(size - before, slot.numel)
-        return RangesOfRanks(first_rank, first, size if slot.numel > first else 0)
+        return RangesOfRanks(first_rank, first, min(size, slot.numel - first))
 
     def tensor_range(self, index: int, depth: int, at: Coordinate) -> tuple[int, int]:
         """Returns the elements ``[start, stop)`` of tensor ``index`` within ``range(depth, at)``.

@@ -409,6 +409,21 @@ def test_tensors_within_objects_are_compared_by_element(tmp_path: Path) -> None:
     assert output.strip().endswith("norm of the difference 1 (extra 1)")
 
 
+def test_floats_within_objects_are_equal_within_the_tolerance(tmp_path: Path) -> None:
+    values = {"best": 1.0, "large": 1.0, "count": 3}
+    a = written(tmp_path / "a", extra=(values, 0))
+    for changed, atol, names in (
+        ({"best": 1.0 + 1e-9}, 1e-8, []),
+        ({"best": 1.0 + 1e-7}, 1e-8, ["best"]),
+        ({"large": math.inf}, 1e-8, ["large"]),
+        ({"large": 10**400}, 1e-8, ["large"]),
+        ({"count": 4}, 5.0, ["count"]),
+    ):
+        b = written(tmp_path / str(changed)[:20], extra=({**values, **changed}, 0))
+        found = compare(a, b, rtol=1e-12, atol=atol).values
+        assert [each.split(":")[0] for each in found] == [f"extra.0.{name}" for name in names]
+
+
 def test_integers_are_not_part_of_the_norm(tmp_path: Path) -> None:
     a = written(tmp_path / "a", model={"num_batches": torch.tensor(7), "w": torch.zeros(4)})
     b = written(tmp_path / "b", model={"num_batches": torch.tensor(900), "w": torch.ones(4)})

@@ -173,6 +173,23 @@ def test_tensors_whose_slices_are_equal_on_some_ranks_only_are_gathered_on_all()
 
 
 @on_ranks(2)
+def test_models_of_other_sizes_share_slices_of_equal_tensors() -> None:
+    """Each rank holds half of the only weight, and half of the second of three weights."""
+    one, three = (
+        nn.Sequential(*(nn.Linear(320, 320, bias=False) for _ in range(count))) for count in (1, 3)
+    )
+    for model in (one, three):
+        fe.shard(model, initial_values="rank0")
+    p, q = one[0].weight.detach(), three[1].weight.detach()
+    assert isinstance(p, fe.FlatDTensor)
+    assert isinstance(q, fe.FlatDTensor)
+    assert p.flat_placement.is_same_on_all_ranks(q.flat_placement)
+    assert not torch.equal(p, q)
+    sums: Any = p + q
+    assert torch.equal(sums.full_tensor(), p.full_tensor() + q.full_tensor())
+
+
+@on_ranks(2)
 def test_a_held_view_is_written_unless_its_tensor_has_changed_since() -> None:
     model, whole, param = _model()
     with torch.no_grad():

@@ -181,6 +181,15 @@ def test_checkpoints_of_adapters_leave_the_base_model_out() -> None:
     whole_state.train()
     keys = StoredCheckpoint(find_folders(folder, 5)[0]).tensors
     assert any("embed_tokens" in key for key in keys)
+    # A checkpoint that has the base model is loaded completely.
+    other = adapted(3)
+    with torch.no_grad():
+        other.get_input_embeddings().weight.zero_()
+    again = trainer(FULL, arguments(folder), other)
+    again.train(resume_from_checkpoint=str(folder / "checkpoint-5"))
+    expected = whole_state.engine.full_state_dict()
+    for name, value in again.engine.full_state_dict().items():
+        assert torch.equal(value, expected[name]), name
 
 
 @on_ranks(2)

@@ -178,6 +178,14 @@ def test_an_illegal_layout_says_what_was_expected_and_found(
         Layout(placed, numel, *sizes)
 
 
+def test_ranges_of_ranks_in_buffers_of_other_sizes_are_equal() -> None:
+    """The shards have 192 and 64 elements, and each of two ranks holds 64 of both tensors."""
+    small = Layout((TensorSlot("a", (128,), 0),), 128, 2, 1)
+    large = Layout((TensorSlot("b", (128,), 0), TensorSlot("a", (128,), 128)), 384, 2, 1)
+    assert large.tensor_range(1, 1, Coordinate(0, 0)) == (0, 64)
+    assert small.ranges_of_ranks(0, 1) == large.ranges_of_ranks(1, 1)
+
+
 @given(layouts(), st.integers(0, 2))
 @settings(deadline=None)
 def test_ranges_of_ranks_are_equal_exactly_if_each_rank_has_the_same_range(
