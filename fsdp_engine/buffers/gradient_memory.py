@@ -452,11 +452,11 @@ class GradientMemory:
             for chain, accumulate in ((chains.overwriting, False), (chains.adding, True)):
                 each = replace(how, accumulate=accumulate)
                 if accumulate:
-                    self._accum.add_bring(chain)
+                    self._accum.add_load(chain)
                 written.reduce(chain, context, 0, spec.grad_depth, each)
-                self._accum.add_take(chain)
+                self._accum.add_store(chain)
         if self._last_axes or optim is not None:
-            self._accum.add_bring(chains.last)
+            self._accum.add_load(chains.last)
         depths, lane = (spec.grad_depth, spec.optim_depth), context.lanes.inner_reduce
         last = replace(how, over=self._last_axes, into=None)
         if comm is None or dtypes.reduce != dtypes.comm:
@@ -471,7 +471,7 @@ class GradientMemory:
             copy(chains.last, lane, spec.label, reduced, optim.tensor, 1.0)
         if chains.last:
             for shard in self._shards:
-                shard.add_take(chains.last)
+                shard.add_store(chains.last)
         return chains
 
     def _buffer(self, depth: int, flat: Tensor) -> ShardedBuffer:

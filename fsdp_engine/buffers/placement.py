@@ -148,10 +148,10 @@ class GradientShard:
         buffer = ShardedBuffer(self._spec.layout, self._at, self._depth, flat)
         return buffer, buffer
 
-    def add_bring(self, chain: Chain) -> None:
+    def add_load(self, chain: Chain) -> None:
         """Add operations to ``chain`` that must precede reductions that add to the shard."""
 
-    def add_take(self, chain: Chain) -> None:
+    def add_store(self, chain: Chain) -> None:
         """Add operations to ``chain`` that must follow reductions into the shard."""
 
 

@@ -48,6 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fsdp_engine.accelerator import is_accelerator
+from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.checkpoint.folder import RunReport, collector_paused
 from fsdp_engine.checkpoint.job_directory import JobDirectory, SharedDirectory
 from fsdp_engine.checkpoint.joint_optimizer import Optimizers
@@ -94,7 +95,7 @@ class HostMemory:
         copies: dict[int, Tensor] = {}
         start = 0
         for key, tensor in tensors.items():
-            local = _local(tensor)
+            local = local_part(tensor).detach()
             piece = (
                 self._block.bytes[start : start + local.nbytes].view(local.dtype).view(local.shape)
             )
@@ -109,12 +110,6 @@ class HostMemory:
         return copied
 
 
-def _local(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, FlatDTensor):
-        return tensor.local
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _with_placement_of(tensor: Tensor, local: Tensor) -> Tensor:
     """Returns the copy of a tensor, whose local values ``local`` may be on another device."""
     if isinstance(tensor, FlatDTensor):
@@ -126,7 +121,7 @@ def _with_placement_of(tensor: Tensor, local: Tensor) -> Tensor:
 
 
 def _padded_bytes(tensor: Tensor) -> int:
-    return -(-_local(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT
+    return -(-local_part(tensor).nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Checkpointer:

@@ -236,7 +236,7 @@ def load_checkpoint(
     optimizer: Optimizers | None = None,
     *,
     trust: bool = False,
-    trainable_only: bool = False,
+    trainable_only: bool | None = False,
 ) -> dict[str, Any]:
     """Load a checkpoint of ``save_checkpoint`` or ``torch.distributed.checkpoint``. Collective.
 
@@ -253,8 +253,8 @@ def load_checkpoint(
             are loaded.
         trust: Allow objects of any class, which may run arbitrary code of the checkpoint's author.
         trainable_only: Do not change parameters that were frozen at ``shard()``, whether the
-            checkpoint contains them or not. Required for a checkpoint that was saved with this
-            option.
+            checkpoint contains them or not. None: if the checkpoint was saved with this option.
+            A checkpoint that was saved with it is refused with False.
 
     Returns:
         The ``extra`` of the save, with tensors on the CPU; empty if there was none. Sharded tensors
@@ -403,7 +403,7 @@ class FolderMatch:
         examined: Function that returns the keys of further such objects, which are read one at a
             time and not kept.
         examine: Function that is called with each of these further objects.
-        trainable_only: Do not change frozen parameters.
+        trainable_only: Do not change frozen parameters. None: if the checkpoint has none of them.
         is_same_job: Whether the number of ranks is the same as at the save.
 
     Attributes:
@@ -425,18 +425,20 @@ class FolderMatch:
         *,
         examined: Callable[[Saved], Sequence[str]] = lambda saved: (),
         examine: Callable[[Any], object] = lambda value: None,
-        trainable_only: bool = False,
+        trainable_only: bool | None = False,
         is_same_job: bool = False,
     ) -> None:
         self._files = files
         folder = files.folder
         self._engine = engine
         self._trust = trust
-        self._trainable_only = trainable_only
         self._given_optimizer = optimizer
         self._metadata = read_metadata(folder, trust)
         check_files(folder, self._metadata, files.to_check)
         self._saved = Saved(self._metadata)
+        if trainable_only is None:
+            trainable_only = self._saved.is_trainable_only
+        self._trainable_only = trainable_only
         check_at_rest(engine)
         if self._saved.is_trainable_only and not trainable_only:
             raise ValueError(

@@ -34,6 +34,7 @@ from fsdp_engine.checkpoint.model_state import (
 from fsdp_engine.checkpoint.offline import OTHER, StoredCheckpoint, count_files, stray_files
 from fsdp_engine.checkpoint.optimizer_state import GROUPS, KIND
 from fsdp_engine.checkpoint.reader import READ_BUFFER_BYTES, ReadBuffer, Reader
+from fsdp_engine.memory.allocator import as_bytes
 
 # Maximum number of an optimizer's groups that are described.
 MAX_GROUPS = 16
@@ -366,6 +367,11 @@ class Difference:
                 sums[each.section] = sums.get(each.section, 0.0) + each.square_sum
         return {section: math.sqrt(value) for section, value in sums.items()}
 
+    def add(self, tensor: TensorDifference) -> None:
+        """Add the difference of a tensor, unless all elements are equal."""
+        if tensor.num_different or tensor.max_abs:
+            self.tensors.append(tensor)
+
     @property
     def is_empty(self) -> bool:
         """Whether everything is equal, within the tolerance."""
@@ -448,11 +454,9 @@ def compare(
                     key, a.section(key), row_a.shape, math.prod(row_a.shape)
                 )
                 for part_a, part_b in pairs.parts(key):
-                    different.is_integer = _is_integer(part_a.dtype) and _is_integer(part_b.dtype)
                     _add(different, part_a, part_b, rtol, atol)
                     progress(part_a.nbytes + part_b.nbytes)
-                if different.num_different or different.max_abs:
-                    found.tensors.append(different)
+                found.add(different)
     return found
 
 
@@ -478,10 +482,8 @@ class _Objects:
                 self.compare(f"{name}.{number}", section, one, other)
         elif _is_strided(a) and _is_strided(b) and (a.shape, a.dtype) == (b.shape, b.dtype):
             different = TensorDifference(name, section, tuple(a.shape), a.numel())
-            different.is_integer = _is_integer(a.dtype)
-            _add(different, a.reshape(-1), b.reshape(-1), self.rtol, self.atol)
-            if different.num_different or different.max_abs:
-                self.found.tensors.append(different)
+            _add(different, a, b, self.rtol, self.atol)
+            self.found.add(different)
         elif not (_equal(a, b) or self._is_within_tolerance(a, b)):
             self.found.values.append(f"{name}: {shorten(a)}; {shorten(b)}")
 
@@ -523,9 +525,10 @@ class _Pairs:
 
 
 def _add(found: TensorDifference, a: Tensor, b: Tensor, rtol: float, atol: float) -> None:
-    """Add the difference of two flat ranges to the difference of the tensor."""
-    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+    """Add the difference of two tensors, or of the same range of both, to ``found``."""
+    if not a.numel() or (a.dtype == b.dtype and torch.equal(as_bytes(a), as_bytes(b))):
         return
+    found.is_integer = _is_integer(a.dtype) and _is_integer(b.dtype)
     gap, size, same = _gaps(a, b)
     is_nan = gap.isnan()
     beyond = is_nan | gap.isinf()  # infinity is within no tolerance

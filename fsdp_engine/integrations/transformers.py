@@ -10,17 +10,15 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from fsdp_engine.checkpoint.dcp_metadata import read_metadata
 from fsdp_engine.checkpoint.folder import load_checkpoint, save_checkpoint
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
-from fsdp_engine.checkpoint.model_state import Saved
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.mesh import ranks_that_meet
 from fsdp_engine.comm.rendezvous import reporting
@@ -125,7 +123,7 @@ class FSDPEngineMixin(_Trainer):
         **kwargs: Any,
     ) -> None:
         self._shard, self._pretrained = shard, pretrained
-        self._given_trainable_only = trainable_only
+        self._trainable_only = trainable_only
         self._model_in_checkpoints = model_in_checkpoints
         self._different_modules = different_modules
         self._generate_together = generate_together
@@ -145,17 +143,9 @@ class FSDPEngineMixin(_Trainer):
 
     @property
     def _saves_trainable_only(self) -> bool:
-        if self._given_trainable_only is None:
+        if self._trainable_only is None:
             return hasattr(self.model, "peft_config")
-        return self._given_trainable_only
-
-    def _loads_trainable_only(self, folder: Path) -> bool:
-        """Returns whether frozen parameters stay as they are at a load. Checkpoints that contain
-        them are loaded completely, unless the user has decided."""
-        if self._given_trainable_only is None:
-            with suppress(OSError, ValueError):  # raised on all ranks by the load
-                return Saved(read_metadata(folder)).is_trainable_only
-        return bool(self._given_trainable_only)
+        return self._trainable_only
 
     @property
     def _accelerator(self) -> FSDPEngineAccelerator:
@@ -440,7 +430,7 @@ class FSDPEngineMixin(_Trainer):
                 folder / SHARDED,
                 engine,
                 optimizer,
-                trainable_only=self._loads_trainable_only(folder / SHARDED),
+                trainable_only=self._trainable_only,
             )
         elif not (folder / WHOLE_OPTIMIZER).is_file():
             return  # save_only_model=True: there is no state of optimizer and scheduler
@@ -463,7 +453,7 @@ class FSDPEngineMixin(_Trainer):
             load_checkpoint(
                 folder / SHARDED,
                 self.engine,
-                trainable_only=self._loads_trainable_only(folder / SHARDED),
+                trainable_only=self._trainable_only,
             )
         else:
             self._load_model(str(folder))

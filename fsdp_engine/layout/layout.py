@@ -208,7 +208,7 @@ class Layout:
     def ranges_of_ranks(self, index: int, depth: int) -> RangesOfRanks:
         """Returns the ranges of all ranks of tensor ``index`` at ``depth``."""
         slot = self.slots[index]
-        size = self.numel // (1, self.inner_size, self.num_shards)[depth]
+        _, size = self.range(depth, Coordinate(0, 0))
         first_rank, before = divmod(slot.offset, size) if slot.numel else (0, 0)
         first = min(size - before, slot.numel)
         return RangesOfRanks(first_rank, first, min(size, slot.numel - first))

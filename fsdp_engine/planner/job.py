@@ -367,11 +367,13 @@ def number_of_items(inputs: Any) -> tuple[str, int]:
         raise ValueError("batch: expected tensors; found none")
     integers = [each for each in tensors if each.dtype in (torch.int64, torch.int32)]
     tokens = next((each for each in integers if each.ndim == 2), None)
-    first = tensors[0] if tokens is None else tokens
-    count = first.numel() if tokens is not None else first.shape[0] if first.ndim else 1
-    item = "samples" if tokens is None else "tokens"
+    if tokens is not None:
+        item, shape, count = "tokens", tokens.shape, tokens.numel()
+    else:
+        item, shape = "samples", tensors[0].shape
+        count = shape[0] if shape else 1
     if not count:
-        raise ValueError(f"batch: expected 1 or more {item}; found shape {tuple(first.shape)}")
+        raise ValueError(f"batch: expected 1 or more {item}; found shape {tuple(shape)}")
     return item, count
 
 

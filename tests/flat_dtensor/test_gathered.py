@@ -73,6 +73,8 @@ def test_where_of_a_condition_alone_returns_indices_of_the_full_tensor() -> None
         expected = torch.where(whole > 0)
         assert len(found) == len(expected) == 2
         assert all(map(torch.equal, found, expected))
+    chosen: Any = torch.where(param > 0, param, 0.0)
+    assert torch.equal(chosen.full_tensor(), torch.where(whole > 0, whole, 0.0))
 
 
 # Of a plain tensor, or of a sharded one.

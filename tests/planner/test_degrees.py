@@ -275,7 +275,8 @@ def stage(index: int = 0, num_stages: int = 1) -> nn.Module:
 def test_degrees_whose_rows_have_no_given_microbatch_size_are_left_out(
     simulated: list[dict[str, Any]],
 ) -> None:
-    """Of 12 rows, four data-parallel ranks have three each, which are no microbatches of two."""
+    """Four data-parallel ranks share 12 rows. The three rows of a rank cannot be divided into
+    microbatches of two."""
     given: dict[str, Any] = {"global_batch": 12 * 32, "microbatch_sizes": (2,), "meshes": None}
     planning = plan(tensor_parallel=(1, 2), **given)
     assert {each.candidate.tensor_parallel for each in planning.outcomes} == {2}

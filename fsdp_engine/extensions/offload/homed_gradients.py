@@ -74,13 +74,13 @@ class HomedShard(GradientShard):
         """See :class:`GradientShard`."""
         return self._buffer, self._work
 
-    def add_bring(self, chain: Chain) -> None:
+    def add_load(self, chain: Chain) -> None:
         """See :class:`GradientShard`."""
         load, reads = partial(self.home.load, self._bytes), [self._buffer.tensor]
         label = f"bring {self._spec.label}"
         chain.add(self._into, label, load, reads=reads, writes=[self._bytes])
 
-    def add_take(self, chain: Chain) -> None:
+    def add_store(self, chain: Chain) -> None:
         """See :class:`GradientShard`."""
         store, writes = partial(self.home.store, self._bytes), [self._buffer.tensor]
         label = f"return {self._spec.label}"

@@ -84,13 +84,13 @@ class HomedMain(MainShard):
             main_on_device = self._main.view(0, (self._main.numel,))
             main_bytes = main_on_device.view(torch.uint8)
 
-        def bring_and_encode(wires: Sequence[Tensor]) -> Steps:
+        def load_and_encode(wires: Sequence[Tensor]) -> Steps:
             yield from home.load(main_bytes)
             yield from codec.encode(main_on_device, wires)
 
         writes = [main_on_device, *codec.state]
         reads = [self.buffer.tensor]
-        return Gather(spec.label, spec.tag, bring_and_encode, reads=reads, writes=writes)
+        return Gather(spec.label, spec.tag, load_and_encode, reads=reads, writes=writes)
 
     def changed_on_host(self) -> None:
         """See :class:`MainShard`."""

@@ -47,11 +47,11 @@ class MovedBytes(StepChunk):
         self._brought: Ticket | None = None
         self._taken: Ticket | None = None
 
-    def _bring_pieces(self) -> Steps:
+    def _load_pieces(self) -> Steps:
         for piece in self._pieces:
             yield from piece.home.load(self._bytes[piece.start : piece.stop], piece.first)
 
-    def _take_pieces(self) -> Steps:
+    def _store_pieces(self) -> Steps:
         for piece in self._pieces:
             if piece.returns:
                 yield from piece.home.store(self._bytes[piece.start : piece.stop])
@@ -68,7 +68,7 @@ class MovedBytes(StepChunk):
         # given so far.
         after = [*([] if self._taken is None else [self._taken]), self._offload.compute.record()]
         self._brought = self._offload.state_in.submit(
-            f"bring {self._name}", self._bring_pieces, after=after
+            f"bring {self._name}", self._load_pieces, after=after
         )
 
     def wait_for_copies(self) -> None:
@@ -80,7 +80,7 @@ class MovedBytes(StepChunk):
     def begin_return(self) -> None:
         """Start to copy to their homes the parts that a submitted step changes."""
         self._taken = self._offload.state_out.submit(
-            f"return {self._name}", self._take_pieces, after=[self._offload.compute.record()]
+            f"return {self._name}", self._store_pieces, after=[self._offload.compute.record()]
         )
 
     def leave(self) -> None:
