@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fsdp_engine.checkpoint.export_source import parts_of
-from fsdp_engine.checkpoint.model_state import describe_tensor, is_extra_state
+from fsdp_engine.checkpoint.model_state import describe_tensor, holds_exactly, is_extra_state
 from fsdp_engine.checkpoint.pieces import Box, Pieces, flat_parts
 from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 from fsdp_engine.checkpoint.safetensors_folder import TensorInFile
@@ -130,14 +130,23 @@ def match(
         if not present:
             found.missing[names[0]] = expected
         for each in present:
-            # Rounding is allowed, but dropping fractions (float to integer) is not.
-            if each.shape != tensor.shape or not torch.can_cast(each.dtype, tensor.dtype):
+            if each.shape != tensor.shape or not _is_readable(each.dtype, tensor.dtype):
                 found.problems.append(f"{names[0]}: expected {expected}; found {_described(each)}")
         if present:
             found.targets += [Target(present[0], *part) for part in parts_of(tensor)]
     for name, all_of_it in unexpected.items():
         found.unexpected[name] = _described(all_of_it[0])
     return found
+
+
+def _is_readable(stored: torch.dtype, dtype: torch.dtype) -> bool:
+    """Returns whether tensors of the dtype ``stored`` may be read into tensors of ``dtype``.
+
+    Floating-point values may be rounded to a narrower floating-point dtype; integers may not.
+    """
+    if stored.is_floating_point or stored.is_complex:
+        return torch.can_cast(stored, dtype)
+    return holds_exactly(dtype, stored)
 
 
 def read(

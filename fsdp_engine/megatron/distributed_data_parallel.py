@@ -422,9 +422,9 @@ def _loadable(value: Any, param: Tensor | None) -> Any:
     """Returns ``value``, gathered if it is sharded differently from ``param``."""
     if not isinstance(value, FlatDTensor) or param is None:
         return value
-    has_same_placement = (
-        isinstance(param, FlatDTensor) and param.flat_placement == value.flat_placement
-    )
+    has_same_placement = isinstance(
+        param, FlatDTensor
+    ) and param.flat_placement.is_same_on_all_ranks(value.flat_placement)
     return value if has_same_placement else value.full_tensor()
 
 

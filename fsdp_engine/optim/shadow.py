@@ -242,7 +242,7 @@ class Slot:
         if placement is None:
             return value, value
         if isinstance(value, FlatDTensor):
-            if value.flat_placement != placement:
+            if not value.flat_placement.is_same_on_all_ranks(placement):
                 raise ValueError(
                     f"state {key!r} of {placement.name or 'a parameter'}: expected {placement}; "
                     f"found {value.flat_placement}. State of torch.save can only be loaded with "

@@ -366,6 +366,10 @@ def test_each_form_of_in_place_change_is_announced(mesh: DeviceMesh) -> None:
         lambda: param.copy_(torch.rand(SHAPE)),
         lambda: param.zero_(),
         lambda: nn.init.normal_(param),
+        lambda: torch._foreach_mul_([param], 2.0),
+        lambda: torch._foreach_copy_([param], [torch.rand(SHAPE)]),
+        lambda: torch._foreach_zero_([param]),
+        lambda: torch._foreach_add_([torch.rand(3), param], 1.0),
     ]
     with torch.no_grad():
         for number, change in enumerate(changes, 1):

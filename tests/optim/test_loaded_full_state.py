@@ -70,3 +70,19 @@ def test_full_state_of_an_unsharded_model_is_sharded_when_it_is_loaded(kind: str
                 for value in state.values():
                     if isinstance(value, Tensor) and value.ndim:
                         assert type(value) is type(param.detach()), (level, was_stepped)
+
+
+@on_ranks(4)
+def test_state_of_other_slices_is_refused_on_each_rank() -> None:
+    """Ranks 0 and 3 hold nothing of both weights: only the slices of ranks 1 and 2 differ."""
+    model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "qkv"})
+    fe.shard(model, initial_values="rank0")
+    saved, loaded = (
+        fe.shard_optimizer(torch.optim.AdamW([model[name].weight])) for name in "qk"
+    )
+    for name, optimizer in (("q", saved), ("k", loaded)):
+        model[name].weight.grad = torch.ones_like(model[name].weight)
+        optimizer.step()
+    loaded.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match=r"state 'exp_avg' of k\.weight: expected elements"):
+        loaded.step()

@@ -248,6 +248,26 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert different(reference.full_weights(model), before) == []
 
 
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int8))
+
+
+@on_ranks(2)
+def test_integers_are_read_only_where_each_value_fits() -> None:
+    weights = {"linear.weight": torch.ones(2, 2), "linear.bias": torch.ones(2)}
+    fits = written({**weights, "counts": torch.tensor([1, 2, 3], dtype=torch.int8)})
+    too_wide = written({**weights, "counts": torch.tensor([1, 200, 70_000])})
+    engine = fe.shard(model := Counts(), initial_values="rank0")
+    fe.load_pretrained(engine, fits)
+    assert model.counts.tolist() == [1, 2, 3]
+    load = partial(fe.load_pretrained, engine, too_wide)
+    raises_each((ValueError, r"counts: expected shape \(3,\), int8; found .*int64", load))
+    assert model.counts.tolist() == [1, 2, 3]
+
+
 def bytes_read(folder: str, family: str) -> tuple[int, int]:
     """By this rank: read, and held in the stored dtype."""
     engine = fe.shard(builder(family)(), initial_values="rank0")

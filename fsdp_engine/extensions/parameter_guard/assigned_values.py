@@ -127,13 +127,22 @@ class AssignedValues:
             problem = "a tensor on the meta device, which has no values"
         if not problem and value.shape != sharded.shape:
             problem = f"shape {tuple(value.shape)}. Change shapes before shard()"
-        if not problem and torch.promote_types(value.dtype, sharded.dtype) != sharded.dtype:
+        if not problem and not _can_take(sharded.dtype, value.dtype):
             problem = f"{value.dtype}. Cast it, to round on purpose"
         if problem:
             raise ValueError(
                 f"{place.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "
                 f"for a parameter of a sharded model; found {problem}"
             )
+
+
+def _can_take(dtype: torch.dtype, found: torch.dtype) -> bool:
+    """Returns whether a parameter of ``dtype`` takes values of ``found``, which it must not round.
+
+    Integers are not converted to floating-point numbers, which cannot represent large ones.
+    """
+    is_integer = [not (each.is_floating_point or each.is_complex) for each in (dtype, found)]
+    return torch.promote_types(found, dtype) == dtype and is_integer[0] == is_integer[1]
 
 
 def _has_elements_of(value: DTensor, sharded: Tensor) -> bool:

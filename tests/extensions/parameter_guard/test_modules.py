@@ -112,6 +112,9 @@ CHANGES: dict[Callable[[Model], object], str] = {
     embeds(9, 4): r"embedding\.weight: expected.*\(9, 4\)",
     embeds(7, 4, dtype=torch.float64): r"embedding\.weight: expected.*float64",
     embeds(7, 4, device="meta"): r"embedding\.weight: expected.*meta",
+    lambda m: setattr(
+        m.embedding, "weight", nn.Parameter(torch.full((7, 4), 2**24 + 1), requires_grad=False)
+    ): r"embedding\.weight: expected.*int64",
 }
 
 
