@@ -13,7 +13,7 @@ import dataclasses
 import math
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -40,6 +40,8 @@ from fsdp_engine.memory.allocator import as_bytes
 MAX_GROUPS = 16
 # Maximum bytes of an object that is read for a description.
 MAX_OBJECT_BYTES = 16 << 20
+# Maximum length of a sequence of numbers whose differences are listed one by one.
+MAX_NUMBERS = 32
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a dotted name
 
@@ -60,7 +62,11 @@ class GroupRow:
 
     number: str
     parameters: int
-    hyperparameters: dict[str, str]
+    hyperparameters: dict[str, Any]
+
+
+class Summary(str):
+    """A text in place of a value: its dtype and shape, its size, or why it cannot be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +87,8 @@ class Description:
         optimizer: The name of the optimizer's class.
         groups: The first ``MAX_GROUPS`` param groups of the optimizer.
         num_groups: The number of all param groups.
-        extra: The values in ``extra`` of rank 0 by path, shortened. A dict of tensors is one value.
+        extra: The values in ``extra`` of rank 0 by path. Values that JSON cannot represent, and a
+            dict of tensors, are a :class:`Summary`.
         num_ranks: The number of ranks that have saved random states and ``extra``.
         tensors: A row for each tensor, by section.
     """
@@ -103,7 +110,7 @@ class Description:
     optimizer: str | None
     groups: list[GroupRow]
     num_groups: int
-    extra: dict[str, str]
+    extra: dict[str, Any]
     num_ranks: int
     tensors: list[TensorRow]
 
@@ -145,7 +152,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
         missing_files=sorted(name for name in files if not (checkpoint.folder / name).is_file()),
         stray_files=stray_files(checkpoint.folder, files),
         sections=sections,
-        optimizer=_shown(checkpoint, kinds[0]).strip("'") if kinds else None,
+        optimizer=str(_value(checkpoint, kinds[0])) if kinds else None,
         groups=groups,
         num_groups=num_groups,
         extra=_extra(checkpoint),
@@ -161,7 +168,9 @@ def tensor_bytes(row: TensorRow) -> int:
 
 
 def shorten(value: Any, length: int = 100) -> str:
-    """Format a value in one line of at most ``length`` characters."""
+    """Format a value in one line of at most ``length`` characters. A summary is unchanged."""
+    if isinstance(value, Summary):
+        return value
     if isinstance(value, torch.Tensor):
         dtype = str(value.dtype).removeprefix("torch.")
         value = f"{value.item()!r} ({dtype})" if value.numel() == 1 else f"{dtype} {[*value.shape]}"
@@ -179,12 +188,12 @@ def _groups(checkpoint: StoredCheckpoint) -> tuple[list[GroupRow], int]:
             keys.setdefault(saved.paths[key][2], []).append(key)
     rows = []
     for number in list(keys)[:MAX_GROUPS]:
-        hyperparameters: dict[str, str] = {}
+        hyperparameters: dict[str, Any] = {}
         parameters = 0
         for key in keys[number]:
             name = str(saved.paths[key][3])
             if name != "params":
-                hyperparameters[name] = _shown(checkpoint, key)
+                hyperparameters[name] = _value(checkpoint, key)
             elif len(saved.paths[key]) > 4:  # an entry for each parameter name
                 parameters += 1
             else:
@@ -201,54 +210,67 @@ def _names(checkpoint: StoredCheckpoint, key: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _extra(checkpoint: StoredCheckpoint) -> dict[str, str]:
-    """Returns the values of the user's ``extra``, formatted, by name."""
-    shown: dict[str, str] = {}
+def _extra(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+    """Returns the values of the user's ``extra`` by name."""
+    values: dict[str, Any] = {}
     for key in checkpoint.saved.below(EXTRA):
         name = ".".join(map(str, checkpoint.saved.paths[key][1:]))
         if name:
-            shown[name] = _shown(checkpoint, key)
+            values[name] = _value(checkpoint, key)
             continue
         size = checkpoint.object_bytes(key)
         try:
             value = checkpoint.read_value(key) if size <= MAX_OBJECT_BYTES else None
         except (OSError, ValueError, EOFError) as error:
-            shown[key] = f"unreadable: {error}"
+            values[key] = Summary(f"unreadable: {error}")
             continue
         if isinstance(value, Mapping):
-            shown |= _rows_of(value)
+            values |= _by_path(value)
         else:
-            shown[key] = f"{size:,} bytes"
-    return shown
+            values[key] = Summary(f"{size:,} bytes")
+    return values
 
 
-def _rows_of(values: Mapping[Any, Any], above: str = "") -> dict[str, str]:
-    """Returns the values of nested mappings, formatted, by path."""
-    shown: dict[str, str] = {}
+def _by_path(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
+    """Returns the values of nested mappings by path."""
+    found: dict[str, Any] = {}
     for name, value in values.items():
         path = f"{above}{name}"
         if not isinstance(value, Mapping) or not value:
-            shown[path] = shorten(value)
+            found[path] = _as_json(value)
             continue
         shapes = [each.shape for each in value.values() if isinstance(each, Reference | Tensor)]
         if len(shapes) == len(value) > 1:
-            shown[path] = f"{len(shapes):,} tensors, {sum(map(math.prod, shapes)):,} elements"
+            elements = sum(map(math.prod, shapes))
+            found[path] = Summary(f"{len(shapes):,} tensors, {elements:,} elements")
         else:
-            shown |= _rows_of(value, f"{path}.")
-    return shown
+            found |= _by_path(value, f"{path}.")
+    return found
 
 
-def _shown(checkpoint: StoredCheckpoint, key: str) -> str:
-    """Format a value of the checkpoint, or the reason why it cannot be read."""
+def _value(checkpoint: StoredCheckpoint, key: str) -> Any:
+    """Returns a value of the checkpoint, or a summary if it is large or cannot be read."""
     row = checkpoint.tensors.get(key)
     if row is not None and math.prod(row.shape) != 1:
-        return f"{row.dtype} {[*row.shape]}"
+        return Summary(f"{row.dtype} {[*row.shape]}")
     if row is None and (size := checkpoint.object_bytes(key)) > MAX_OBJECT_BYTES:
-        return f"{size:,} bytes"
+        return Summary(f"{size:,} bytes")
     try:
-        return shorten(checkpoint.read_value(key))
+        return _as_json(checkpoint.read_value(key))
     except (OSError, ValueError, EOFError) as error:
-        return f"unreadable: {error}"
+        return Summary(f"unreadable: {error}")
+
+
+def _as_json(value: Any) -> Any:
+    """Returns ``value`` if JSON can represent it, otherwise a summary."""
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else Summary(value)
+    if type(value) in (list, tuple):
+        items = [_as_json(each) for each in value]
+        return Summary(shorten(value)) if any(type(each) is Summary for each in items) else value
+    return Summary(shorten(value))
 
 
 @dataclasses.dataclass
@@ -478,6 +500,9 @@ class _Objects:
                 else:
                     self.compare(f"{name}.{key}", section, a[key], b[key])
         elif isinstance(a, list | tuple) and isinstance(b, list | tuple) and len(a) == len(b):
+            if len(a) > MAX_NUMBERS and all(isinstance(each, int | float) for each in (*a, *b)):
+                self._compare_numbers(name, a, b)
+                return
             for number, (one, other) in enumerate(zip(a, b, strict=True)):
                 self.compare(f"{name}.{number}", section, one, other)
         elif _is_strided(a) and _is_strided(b) and (a.shape, a.dtype) == (b.shape, b.dtype):
@@ -486,6 +511,13 @@ class _Objects:
             self.found.add(different)
         elif not (_equal(a, b) or self._is_within_tolerance(a, b)):
             self.found.values.append(f"{name}: {shorten(a)}; {shorten(b)}")
+
+    def _compare_numbers(self, name: str, a: Sequence[float], b: Sequence[float]) -> None:
+        """Add one line for two long sequences of numbers, such as random states."""
+        pairs = zip(a, b, strict=True)
+        count = sum(not (_equal(*pair) or self._is_within_tolerance(*pair)) for pair in pairs)
+        if count:
+            self.found.values.append(f"{name}: {count:,} of {len(a):,} numbers differ")
 
     def _is_within_tolerance(self, a: Any, b: Any) -> bool:
         """Returns whether two floats, or a float and an int, are equal within the tolerance."""

@@ -13,6 +13,7 @@ from fsdp_engine.checkpoint.inspection import (
     TensorDifference,
     TensorGroup,
     group_tensors,
+    shorten,
     tensor_bytes,
 )
 from fsdp_engine.checkpoint.manifest import TensorRow
@@ -100,7 +101,7 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
         line(name, ", ".join(parts))
         if name == OPTIMIZER:
             _add_groups(line, found)
-    shown = [f"{key}: {value}" for key, value in found.extra.items()]
+    shown = [f"{key}: {shorten(value)}" for key, value in found.extra.items()]
     more = len(shown) - MAX_LINES
     line("extra of rank 0", *shown[:MAX_LINES], *([f"and {more:,} more (--json)"] * (more > 0)))
     if found.num_ranks:
@@ -110,7 +111,9 @@ def summary(found: Description, steps: Sequence[int], left: Sequence[str]) -> Ta
 
 def _add_groups(line: Callable[..., None], found: Description) -> None:
     for group in found.groups:
-        values = ", ".join(f"{key} {value}" for key, value in group.hyperparameters.items())
+        values = ", ".join(
+            f"{key} {shorten(value)}" for key, value in group.hyperparameters.items()
+        )
         line(f"  group {group.number}", f"{counted(group.parameters, 'parameter')}: {values}")
     if found.num_groups > len(found.groups):
         line("", f"and {found.num_groups - len(found.groups):,} groups more")

@@ -176,17 +176,18 @@ def refusal(
                 "engine.full_state_dict() and fe.export_safetensors() save full weights. Change "
                 "shapes before shard()"
             )
-    # A model's own save_pretrained() calls these functions.
-    saving = (
-        "a sharded model is saved by fe.save_pretrained(engine, folder) on all ranks. "
-        if name_of(func) in ("storage", "untyped_storage")
-        else ""
-    )
-    error = ValueError(
-        f"{saving}{name_of(func)}: {why}; expected an elementwise function of FlatDTensors of one "
-        f"slice and of scalars, or a full reduction; found {described}{within}. Call "
-        ".full_tensor() for the full tensor, .to_local() for the slice"
-    )
+    name = name_of(func)
+    if name in ("storage", "untyped_storage"):  # called by a model's own save_pretrained()
+        error = ValueError(
+            f"{name}: expected a full tensor; found {described}. To save the weights call "
+            "fe.save_pretrained(engine, folder) on all ranks, not model.save_pretrained(folder)"
+        )
+    else:
+        error = ValueError(
+            f"{name}: {why}; expected an elementwise function of FlatDTensors of one slice and of "
+            f"scalars, or a full reduction; found {described}{within}. Call .full_tensor() for "
+            "the full tensor, .to_local() for the slice"
+        )
     setattr(error, _MARK, True)
     return error
 

@@ -1,9 +1,10 @@
 """Hooks on the gradients of parameters.
 
 When autograd has accumulated the gradient of a full parameter, a hook writes it into the flat
-buffer and sets ``.grad`` of the full parameter to None. Before autograd accumulates into a sharded
-parameter, another hook sets ``.grad`` of the sharded parameter to None, because autograd would add
-to it in place, unscaled.
+buffer and sets ``.grad`` of the full parameter to None. Autograd computes gradients of sharded
+parameters, too, if the loss uses them outside the model's forward (a penalty on weights). It would
+add them to ``.grad`` directly, without the scale of other gradients, so another hook sets ``.grad``
+of the sharded parameter to None first.
 """
 
 from __future__ import annotations

@@ -28,8 +28,11 @@ class GradientObserver:
         the backward."""
 
     def check_last(self, units: Sequence[Unit]) -> None:
-        """Called when the last backward of a step begins. That backward only accumulates the
-        gradients of ``units``, and does not reduce them."""
+        """Called when the last backward of a step begins.
+
+        Args:
+            units: The units of which this backward reduces no gradients: it only accumulates them.
+        """
 
     def before_sending(self, buffer: ParamAndGradBuffer) -> None:
         """Called before the first reduction of gradients of ``buffer``."""
@@ -41,7 +44,7 @@ class GradientObserver:
         """Called when compute has waited for all reductions submitted so far."""
 
     def reduced(self, used: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]] | None:
-        """Called when gradients are reduced and before they are published. The observer may change
+        """Called when all gradients are reduced, before ``.grad`` is set. The observer may change
         them.
 
         Args:

@@ -16,9 +16,9 @@ the views of all inputs that this backward reaches. The views share memory with 
 the unit changes an input in place, the user's tensor is changed.
 
 If an input is changed in place, autograd does not visit the node of its view, so the backward of
-such a call ends with the complete backward. The gradient of the changed tensor enters the unit like
-the gradient of an output, and so do gradients of tensors that the unit has put into the user's
-containers.
+such a call counts as running until ``loss.backward()`` returns. The gradient of the changed tensor
+enters the unit like the gradient of an output, and so do gradients of tensors that the unit has put
+into the user's containers.
 
 [Note: Casts of autocast]
 ``torch.autocast`` caches casts of weights, with their autograd nodes, until its context ends. In
@@ -155,8 +155,8 @@ class _Entered:
     Attributes:
         units: Pairs of a unit that the call has entered and must leave, and a flag: whether this
             use is part of the recorded order.
-        calls: A :class:`Call` for each of these units whose backward may follow, unless a pending
-            call of an earlier forward already observes this backward.
+        calls: A :class:`Call` for each of these units whose backward may follow. A unit has none if
+            the call of an earlier forward already waits for the same backward.
         repeats: Whether the call runs within backward and repeats an earlier call.
         wants_calls: Whether autograd records the call, so that a backward may follow.
         alone: The input and its version counter, if the only input is one tensor that needs no
@@ -199,7 +199,7 @@ class ModelForward(Protocol):
         ...
 
     def implicit_uses(self) -> Iterable[Unit]:
-        """Returns the units that this forward must enter as one-off uses."""
+        """Returns the units that this forward must enter, outside the recorded order of uses."""
         ...
 
     def ends(self) -> None:
@@ -453,8 +453,9 @@ class ModuleHooks:
                 if call.reads_weights:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
-                        "expected tensors that it computes after its output to be in attributes "
-                        f"of its modules, or in its arguments; found {hidden}",
+                        "expected each tensor that forward computes, and the loss uses, in the "
+                        "output, in attributes of modules or in arguments; "
+                        f"found {hidden}",
                         "Return it, or keep it in an attribute",
                     )
         return self._listen_for_backward(entered, calls, found)
@@ -525,9 +526,9 @@ def _children_without_hooks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _copy_params(units: Iterable[Unit], output: Any, containers: Sequence[Any]) -> Any:
-    """Returns ``output`` with copies in place of tensors that share memory with parameters of
-    ``units`` that are freed between uses. In ``containers``, such tensors are replaced in place.
-    See [Note: Returned parameters]."""
+    """Returns ``output``, in which tensors that share memory with parameters are replaced by
+    copies, if the parameters belong to ``units`` and are freed between uses. Such tensors in
+    ``containers`` are replaced in place. See [Note: Returned parameters]."""
     freed = {
         key
         for unit in units

@@ -46,6 +46,6 @@ class KeptTensors:
 
         Returns:
             Two values. The first is a list of the tensors that were found. The second is a text for
-            messages if the call computed a later tensor, which was not found; otherwise None.
+            messages if the call computed a tensor after these, which was not found; otherwise None.
         """
         return [], "others (the extension kept_tensors, which finds them, is not installed)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import re
@@ -25,6 +26,7 @@ from fsdp_engine.checkpoint.cli import app
 from fsdp_engine.checkpoint.inspection import (
     TensorDifference,
     compare,
+    describe,
     group_tensors,
     matches,
     shared_bytes,
@@ -163,7 +165,10 @@ def test_inspect_takes_a_step_a_pattern_no_tensors_or_json(saved: Path) -> None:
     found = json.loads(run("inspect", saved / "run", "--json"))
     assert (found["step"], found["steps"], found["world_size"]) == (2, [1, 2], 2)
     assert found["optimizer"] == "AdamW"
-    assert found["groups"][0]["hyperparameters"]["weight_decay"] == "0.01"
+    hyperparameters = found["groups"][0]["hyperparameters"]
+    assert (hyperparameters["weight_decay"], hyperparameters["foreach"]) == (0.01, None)
+    assert hyperparameters["betas"] == [0.9, 0.999]
+    assert found["extra"]["data.index"] == 7
     assert {row["name"] for row in found["tensors"]} >= {KEY}
     assert json.loads(run("inspect", saved / "run", "--json", "--no-tensors"))["tensors"] == []
     for name in ("plain", "unsharded"):  # without a manifest
@@ -431,6 +436,28 @@ def test_integers_are_not_part_of_the_norm(tmp_path: Path) -> None:
     assert [each.name for each in found.tensors] == ["model.num_batches", "model.w"]
     assert found.norm == 2.0
     assert found.norms == {"model": 2.0}
+
+
+def test_values_are_complete_in_json_and_short_in_tables(tmp_path: Path) -> None:
+    values = {"ids": [*range(300)], "none": None, "rate": math.nan, "at": torch.zeros(2), "s": "x"}
+    written(tmp_path / "a", extra=values)
+    found = describe(StoredCheckpoint(tmp_path / "a"))
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["extra"] == {
+        **values,
+        "rate": "nan",
+        "at": "float32 [2]",
+    }
+    shown = run("inspect", tmp_path / "a", "--no-tensors")
+    assert "rate: nan" in shown
+    assert "s: 'x'" in shown
+    assert "299" not in shown
+
+
+def test_long_sequences_of_numbers_are_one_difference(tmp_path: Path) -> None:
+    states = [(3, tuple(range(625)), None), (3, (*range(600), *[0] * 25), 0.5)]
+    a, b = (written(tmp_path / n, extra={"s": s}) for n, s in zip("ab", states, strict=True))
+    assert compare(a, b).values == ["extra.s.1: 25 of 625 numbers differ", "extra.s.2: None; 0.5"]
+    assert compare(a, a).is_empty
 
 
 def test_values_are_told_apart_in_every_dtype(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -214,6 +214,7 @@ def checkpoint_units(
         )
     found = list(find_blocks(model, units).items())
     blocks = dict(found[how.every - 1 :: how.every])
+    _warn_of_other_checkpointing(blocks)
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             # Wrap a forward that the user has set on the instance, too. `setattr` is avoided, since
@@ -221,6 +222,23 @@ def checkpoint_units(
             own = vars(module).get("forward")
             vars(module)["forward"] = CheckpointedForward(module, own, how.policy)
     return tuple(blocks)
+
+
+def _warn_of_other_checkpointing(blocks: Mapping[str, nn.Module]) -> None:
+    """Warn if blocks of ``transformers`` checkpoint their activations already."""
+    names = [
+        f"{name}.{below}".rstrip(".")
+        for name, block in blocks.items()
+        for below, module in block.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
+    if names:
+        warnings.warn(
+            f"{names[0]}: expected one kind of activation checkpointing; found that of "
+            f"transformers, too, in {len(names)} modules: backward would recompute them twice. "
+            "Call model.gradient_checkpointing_disable()",
+            stacklevel=2,
+        )
 
 
 class WrappedForward:

@@ -309,6 +309,17 @@ def test_a_cache_of_transformers_is_left_out() -> None:
         ).check()
 
 
+def test_checkpointing_of_transformers_beside_that_of_the_engine_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    fe.checkpoint_units(model)
+    model.gradient_checkpointing_enable()
+    with pytest.warns(UserWarning, match=r"model\.layers\.0: expected one kind .* in 2 modules"):
+        fe.checkpoint_units(model)
+
+
 class Cached(Block):
     """Takes an argument of its own that is named as the cache of ``transformers``."""
 
