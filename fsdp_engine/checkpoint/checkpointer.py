@@ -111,7 +111,7 @@ class HostMemory:
 
 
 def _with_placement_of(tensor: Tensor, local: Tensor) -> Tensor:
-    """Returns the copy of a tensor, whose local values ``local`` may be on another device."""
+    """Returns a tensor of values ``local``, on any device, with the placement of ``tensor``."""
     if isinstance(tensor, FlatDTensor):
         return FlatDTensor.from_flat_local(local, tensor.flat_placement)
     if isinstance(tensor, DTensor):
@@ -137,8 +137,8 @@ class Checkpointer:
             torch and of Megatron-Core (with the loss scaler) are supported. None: only weights are
             saved.
         extra: Objects with ``state_dict()`` and ``load_state_dict()``, by name: scheduler, data
-            position, averages of weights. Each rank saves the state of its own objects, and its
-            slices of sharded tensors in it.
+            position, averages of weights. Each rank saves the state of its own objects. If a state
+            contains sharded tensors, each rank saves its slices of them.
         keep: The number of latest checkpoints to keep; None: all.
         timeout: The timeout of collectives within a save. None: 30 minutes.
         trainable_only: Neither save nor load parameters that were frozen at ``shard()``, such as a
@@ -174,8 +174,8 @@ class Checkpointer:
         self._directory = self._directory_type(Path(directory), self._ranks, timeout)
         self._host_memory = HostMemory(self._ranks.device)
         self._save: _Save | None = None
-        # Two ranks have called the same checkpointer if the paths are equal, or if the engines have
-        # the same number and the checkpointers have the same number within their engine.
+        # Identifies the checkpointer on all ranks. One of two values must be equal: the path, or
+        # the pair of the engine's number and the checkpointer's number among those of the engine.
         first = next(iter(engine.values())) if isinstance(engine, Mapping) else engine
         number = next(_NUMBERS.setdefault(first, itertools.count()))
         self._identity = ((first.number, number), str(directory))
@@ -254,8 +254,8 @@ class Checkpointer:
         ``extra`` are restored. Otherwise every rank loads the ``extra`` of rank 0, with a warning
         that names the values that differed between ranks. Sharded tensors in ``extra`` are loaded
         like parameters. An ``extra`` that was not saved is not changed, with a warning. A saved
-        ``extra`` that this object does not have is not loaded, with a warning. Neither is the
-        saved optimizer state if this object has no optimizer, also with a warning.
+        ``extra`` that this object does not have is not loaded, with a warning. Saved optimizer
+        state is not loaded if this object has no optimizer, with a warning.
 
         Args:
             step: The number of the step; "latest": the newest complete checkpoint.

@@ -224,8 +224,8 @@ def diff(
     for title, lines in (
         ("only in A", found.only_in_a),
         ("only in B", found.only_in_b),
-        ("other shapes or dtypes (A; B)", found.other),
-        ("other values (A; B)", found.values),
+        ("different shapes or dtypes (A; B)", found.other),
+        ("different values (A; B)", found.values),
     ):
         _print_lines(title, lines, limit)
     if different := [each for each in found.tensors if each.num_different]:

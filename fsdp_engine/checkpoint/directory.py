@@ -140,7 +140,7 @@ class CheckpointDirectory:
 
         Args:
             keep: The number of latest steps to keep.
-            newest: The step up to which steps are counted. None: all steps are counted.
+            newest: Only steps up to this one count for ``keep``. None: all steps count.
             keeps_later: Also keep the steps after ``newest``. False: remove them.
 
         Returns:
@@ -193,7 +193,7 @@ class CheckpointDirectory:
         if (self.path / MANIFEST).is_file():
             raise NotADirectoryError(
                 f"directory: expected a directory of checkpoints; found {self.path}, which is one "
-                f"checkpoint. Pass {self.path.parent}, and the step to load()"
+                f"checkpoint. Pass {self.path.parent} instead, and call load() with the step"
             )
 
     def _take_lock(self) -> None:

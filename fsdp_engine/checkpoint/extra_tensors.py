@@ -159,8 +159,8 @@ class ExtraTensors:
         )
 
     def _param_of(self, flat: FlatPlacement) -> SavedParam | None:
-        """Returns the parameter with this placement. Several parameters may have the same name in
-        it, because there may be several engines."""
+        """Returns the parameter with this placement. Placements of several parameters may contain
+        the same name, because there may be several engines."""
         found = self._params.get(flat.name, ())
         placed = [(_placement(param), param) for param in found]
         same = [param for placement, param in placed if placement is flat]
@@ -221,8 +221,8 @@ class ExtraTargets:
     Args:
         saved: The keys of the checkpoint.
         params: The parameters of the loading model. If empty, all tensors are full.
-        is_same_job: Whether the number of ranks is the same as at the save. A tensor that is
-            sharded like no parameter then has the saved placement.
+        is_same_job: Whether the number of ranks is the same as at the save. If it is, a tensor
+            without a corresponding parameter gets the saved placement.
 
     Attributes:
         targets: The tensors to read, on the CPU, by key.
@@ -320,7 +320,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _dumps(value: Any, reduce: Callable[[Any], Any]) -> bytes:
-    """Serialize as ``torch.save`` does, but with ``reduce`` for the objects that it accepts."""
+    """Serialize as ``torch.save`` does, with ``reduce`` as the pickler's ``reducer_override``."""
     packed = io.BytesIO()
     torch.save(value, packed, SimpleNamespace(__name__="pickle", Pickler=_pickler(reduce)))
     return packed.getvalue()

@@ -253,8 +253,8 @@ def load_checkpoint(
             are loaded.
         trust: Allow objects of any class, which may run arbitrary code of the checkpoint's author.
         trainable_only: Do not change parameters that were frozen at ``shard()``, whether the
-            checkpoint contains them or not. None: if the checkpoint was saved with this option.
-            A checkpoint that was saved with it is refused with False.
+            checkpoint contains them or not. False: refuse a checkpoint that was saved with this
+            option. None: use the option of the save.
 
     Returns:
         The ``extra`` of the save, with tensors on the CPU; empty if there was none. Sharded tensors
@@ -310,8 +310,8 @@ def load_matching(
             are changed.
 
     Raises:
-        Exception: ``make``, ``check`` or ``before_load`` raised an error, or an error of
-            :func:`load_checkpoint`. All ranks raise.
+        Exception: An error of ``make``, ``check``, ``before_load`` or :func:`load_checkpoint`. All
+            ranks raise.
     """
     match: FolderMatch | None = None
     error: Exception | None = None
@@ -403,7 +403,7 @@ class FolderMatch:
         examined: Function that returns the keys of further such objects, which are read one at a
             time and not kept.
         examine: Function that is called with each of these further objects.
-        trainable_only: Do not change frozen parameters. None: if the checkpoint has none of them.
+        trainable_only: Do not change frozen parameters. None: use the option of the save.
         is_same_job: Whether the number of ranks is the same as at the save.
 
     Attributes:
@@ -506,7 +506,7 @@ class FolderMatch:
             )
 
     def fetch(self) -> None:
-        """Copy files of the targets that only other nodes have into the folder. Collective."""
+        """Copy those target files into the folder that only other nodes have. Collective."""
         targets = self.targets | dict.fromkeys(self._examined)
         self._files.fetch(lambda: files_of(targets, self._metadata))
 

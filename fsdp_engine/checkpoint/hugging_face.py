@@ -101,7 +101,7 @@ def export_safetensors(
     buffer_bytes = BUFFER_BYTES
     engine: EngineLike | None = None
     if isinstance(engine_or_path, str | os.PathLike):
-        # Three buffers exist at the same time: to read through, to read into, and to convert in.
+        # Three buffers of this size exist at once: to read through, to read into, to convert in.
         buffer_bytes //= 4
         path = Path(engine_or_path)
 
@@ -153,8 +153,7 @@ def export_sources(
         stem: The stem of the file names.
 
     Raises:
-        Exception: ``make_sources`` raised an error, or an error of :func:`export_safetensors`. All
-            ranks raise.
+        Exception: An error of ``make_sources`` or :func:`export_safetensors`. All ranks raise.
     """
     group, rank = (None, 0) if ranks is None else (ranks.control_group, ranks.rank)
     folder: ExportFolder | None = None

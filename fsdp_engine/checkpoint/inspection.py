@@ -591,7 +591,7 @@ def _gaps(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int64 tensors ``high`` and ``low`` for which integers are ``high * 2**32 + low``."""
+    """Split integers into int64 tensors ``high`` and ``low``: ``values = high * 2**32 + low``."""
     bits = values.to(torch.int64)
     high, low = bits >> 32, bits & (_HALF - 1)
     # An unsigned integer from 2**63 on has become negative.

@@ -67,8 +67,7 @@ class JointOptimizer(Optimizer):
             )
         self.param_groups = self._groups()
         self.state = _States(self.optimizers)  # type: ignore[assignment]
-        # Checkpoints contain the name of the optimizer's class, so the class name lists all of
-        # them.
+        # Checkpoints contain the name of the optimizer's class, so this name lists all classes.
         self.__class__ = type(
             "And".join(type(each).__name__ for each in self.optimizers), (type(self),), {}
         )

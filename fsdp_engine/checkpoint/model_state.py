@@ -304,7 +304,7 @@ def holds_exactly(dtype: torch.dtype, found: torch.dtype) -> bool:
         if dtype.is_floating_point:
             return max(bounds.max, -bounds.min) <= 2 / torch.finfo(dtype).eps
         return torch.iinfo(dtype).min <= bounds.min and bounds.max <= torch.iinfo(dtype).max
-    except (TypeError, NotImplementedError):  # a float into an integer, or a packed dtype
+    except (TypeError, NotImplementedError):  # only `found` is a float, or a dtype is packed
         return False
 
 

@@ -12,10 +12,10 @@ additional entry for the optimizer's class:
 An optimizer that has not stepped has no state to load into. Its state is created from the metadata:
 a tensor of the saved weight's shape is loaded as a slice with the parameter's placement (or as a
 plain tensor if the parameter is one), and every other tensor is replicated. For a 0-d parameter the
-shape of a state does not determine whether the state is sharded like the parameter. In this case
-the state of the same name of another parameter, which has dims, determines it: if that state has
-the shape of its parameter, the 0-d state is sharded, too. Without such a parameter, all states but
-``step`` are sharded.
+shape of a state does not determine whether the state is sharded like the parameter. In this case a
+parameter with dims that has a state of the same name determines it: if that state has the shape of
+its parameter, the 0-d state is sharded, too. Without such a parameter, all states but ``step`` are
+sharded.
 """
 
 from __future__ import annotations
@@ -512,7 +512,7 @@ def _step_hooks(optimizer: torch.optim.Optimizer) -> list[StepHook]:
 
 
 def _full_as_saved(member: SavedParam, key: Any, value: Any) -> Any:
-    """Returns a value in the full state of a parameter, with its placement in a checkpoint.
+    """Convert a value of a parameter's full state to the placement in a checkpoint.
 
     Raises:
         ValueError: The value is neither tensor nor number, or it belongs to an expert and has

@@ -82,7 +82,8 @@ class Match:
 
 
 def listed(problems: Sequence[str]) -> str:
-    """Returns problems of a load as indented lines, after advice about names of compiled models."""
+    """Returns problems of a load as indented lines. If names of compiled models occur in them,
+    advice precedes the lines."""
     lines = "".join(f"\n  {each}" for each in problems)
     if "_orig_mod." not in lines:
         return lines

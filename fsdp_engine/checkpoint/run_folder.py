@@ -255,13 +255,13 @@ class Run:
         elif not is_same_job:
             of_rank_0, was_used = self._of_other_ranks(rows, draws)
             self._random_use.restart(was_used=was_used)
-            sizes = f"ranks at the save {manifest.world_size}, at this load {self.ranks.size}"
+            sizes = f"{manifest.world_size} at the save, {self.ranks.size} at this load"
             other = f"expected as many ranks as at the save; found {sizes}. "
             if was_used:
                 warned.append(
                     f"{other}Random states stay as they are. So a loop that draws batches with the "
-                    "global generators repeats its first batches (DistributedSampler does not use "
-                    "them; iter(DataLoader) draws a seed, unless it has generator=). Seed each "
+                    "global generators repeats its first batches. iter(DataLoader) uses these "
+                    "generators, unless it has generator=; DistributedSampler does not. Seed each "
                     "step by its number and the rank, or call torch.manual_seed(seed + step * "
                     "ranks + rank) now"
                 )
@@ -313,7 +313,7 @@ class Run:
         rank has drawn from global generators. Collective.
 
         Args:
-            rows: Digests by path of each ``extra`` of a saved rank that this rank has read.
+            rows: For each saved rank whose ``extra`` this rank has read: digests by path.
             draws: For each of these ranks, whether it has drawn.
         """
         control = self.ranks.control_group

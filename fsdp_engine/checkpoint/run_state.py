@@ -101,7 +101,7 @@ class RandomUse:
             state: The current random state.
         """
         now = self._digests(state)
-        # A generator that was seeded since then, and has not drawn, was not used.
+        # A generator that has not drawn since it was seeded does not count as used.
         seeded = torch.Generator().manual_seed(torch.initial_seed()).get_state()
         if _digest(seeded) == now["torch"]:
             del now["torch"]

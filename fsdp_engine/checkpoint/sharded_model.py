@@ -257,7 +257,7 @@ class _Record:
 
 @dataclass
 class _Buffer:
-    """A buffer of one of several engines, whose parameters have their names in the checkpoint."""
+    """A buffer of one of several engines. Its parameters are named as in the checkpoint."""
 
     records: Sequence[NamedRecord]
     sharded_params: Sequence[Tensor]
@@ -414,8 +414,8 @@ def level_names(engine: Engines) -> dict[str, str]:
 
 
 def axis_sizes(engine: ShardedModel) -> dict[str, int]:
-    """Returns the number of ranks along each axis of the mesh. The item "others" is the number
-    along all other mesh dimensions of parameters that are DTensors."""
+    """Returns the number of ranks along each axis of the mesh. If parameters are DTensors, the item
+    "others" is the number of ranks along their other mesh dimensions."""
     mesh = engine.mesh
     sizes = {axis.value: mesh.axis(axis).size for axis in (Axis.OUTER, Axis.INNER)}
     if engine.ranks.size > mesh.size:

@@ -130,7 +130,7 @@ def tensors(rows: Sequence[TensorRow], every: bool) -> Table:
     elements = sum(math.prod(row.shape) for row in rows)
     table = Table(
         title=f"{len(rows):,} tensors, {elements:,} elements",
-        caption="names that differ in numbers only are one line (--all lists each)"
+        caption="tensors whose names differ only in numbers share a line (--all: one line each)"
         if is_grouped
         else None,
         title_justify="left",
@@ -166,7 +166,7 @@ def differences(found: Sequence[TensorDifference], limit: int | None) -> Table:
         limit: Maximum number of rows. None: no limit.
     """
     has_nan = any(each.num_nan for each in found)
-    table = Table(title=f"{len(found):,} tensors with other values", title_justify="left")
+    table = Table(title=f"{len(found):,} tensors with different values", title_justify="left")
     table.add_column("name", no_wrap=True)
     columns = ["elements", "different", *(["NaN in one"] if has_nan else [])]
     for column in (*columns, "max |A - B|", "norm of A - B"):

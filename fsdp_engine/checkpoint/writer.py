@@ -135,8 +135,8 @@ class Writer(dcp.FileSystemWriter):
         results = super().write_data(plan, planner).wait()
         if results:
             first = results[0]
-            # The dicts are copied, because the coordinator writes the metadata later, and a single
-            # process does not serialize the results.
+            # The dicts are copied, because a single process does not serialize the results. They
+            # would otherwise change when the coordinator writes the metadata.
             results[0] = _Written(
                 first.index,
                 first.size_in_bytes,

@@ -453,7 +453,7 @@ class FSDPEngineAccelerator(Accelerator):
             if (engine := engine_of(model)) is not None:
                 return engine
         raise ValueError(
-            "models: expected a prepared model; found none. Call accelerator.prepare(model) before"
+            "models: expected a prepared model; found none. Call accelerator.prepare(model) first"
         )
 
     def _folder_of_save(self, output_dir: Any) -> str:

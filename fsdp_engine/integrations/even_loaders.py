@@ -54,7 +54,7 @@ class TrainingBatches:
 
     def __next__(self) -> Any:
         step = next(self._steps)
-        if step.is_repeated:  # a separate object, which ``is_repeated`` identifies
+        if step.is_repeated:  # copied, because ``is_repeated`` compares by identity
             step = step._replace(batch=copy.copy(step.batch))
         self._taken.append(step)
         return step.batch

@@ -389,7 +389,7 @@ class FSDPEngineStrategy(DDPStrategy):
             return None if step.is_repeated else self._apart(name, args, kwargs)
 
     def _apart(self, name: str, args: Any, kwargs: Any) -> Any:
-        """Run a step. Communication in the step raises an error if other ranks may not run the
+        """Run a step. Communication in the step raises an error if other ranks might skip the
         step."""
         may_differ = self._step is not None and name != "training_step"
         self._is_apart = may_differ or self._has_different_modules
@@ -405,7 +405,7 @@ class FSDPEngineStrategy(DDPStrategy):
         divides the sums that ``self.log`` has accumulated by the mean of the ranks' numbers of
         samples."""
         self._check_not_apart(
-            "a reduction over ranks, as of self.log(on_step=True, sync_dist=True)"
+            "a reduction over ranks, such as self.log(on_step=True, sync_dist=True)"
         )
         if isinstance(tensor, Tensor) and not tensor.is_floating_point() and reduce_op in _MEANS:
             tensor = tensor.double()

@@ -35,7 +35,7 @@ def share_of(replica: int, num_replicas: int, num_microbatches: int) -> range:
 
 @dataclass
 class _Node:
-    """The sum of the microbatches ``start`` to ``stop - 1``; without tensors only its position."""
+    """The sum of the microbatches ``start`` to ``stop - 1``, or only its position (no tensors)."""
 
     start: int
     stop: int

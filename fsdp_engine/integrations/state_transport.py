@@ -4,7 +4,7 @@ A rank that offers its state listens on a port. A rank that needs the state conn
 number of the step, and receives:
 
     8 bytes             length of the header
-    header              pickled: dtypes and shapes of tensors; the state with numbers for tensors
+    header              pickled: dtypes and shapes of tensors; the state, with tensors as indices
     tensors             their bytes, one after the other
     8 bytes             ``_END``
 
@@ -89,8 +89,8 @@ class StateTransport(CheckpointTransport):  # type: ignore[misc]
             self._changed.notify_all()
 
     def await_receivers(self) -> None:
-        """Wait until each receiver of the offer has the state, has failed, or has not connected for
-        the timeout. The offer is withdrawn then, and the tensors may be changed."""
+        """Wait until all receivers of the offer have connected, or for the timeout. Then withdraw
+        the offer, and wait for the transfers. Afterwards the tensors may be changed."""
         with self._changed:
             if self._offer is None:
                 return

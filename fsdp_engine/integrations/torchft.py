@@ -91,7 +91,7 @@ class ElasticReplicas(ManagedReplica):
             lighthouse=lighthouse,
             name=name,
             timeout=timeout,
-            # Other ranks may be waiting in a collective with a lost replica.
+            # A rank in a collective with a lost replica votes only after this collective's timeout.
             patience=4 * timeout,
         )
         self._num_microbatches = num_microbatches

@@ -80,8 +80,8 @@ class FSDPEngineMixin(_Trainer):
         pretrained: A Hugging Face folder, from which ``fsdp_engine.load_pretrained`` reads the
             weights of a model that is on the meta device.
         trainable_only: Leave parameters that were frozen at ``shard`` out of the state for
-            resuming. None: only those of models with adapters of PEFT, whose base model is loaded
-            before the trainer is made.
+            resuming. None: only if the model has adapters of PEFT; its base model is loaded before
+            the trainer is made.
         model_in_checkpoints: Also save the model in the format of ``from_pretrained`` in each
             checkpoint. False: checkpoints contain only the state for resuming.
         different_modules: Allow ranks to use different modules in steps of training, evaluation and
@@ -489,7 +489,7 @@ def _check(args: TrainingArguments) -> None:
     ours = {
         "fsdp": "the engine shards the model, by the arguments in shard",
         "deepspeed": "the engine shards the model, by the arguments in shard",
-        "fp16": "its losses need scaling, which bf16=True does not",
+        "fp16": "its losses need scaling (those of bf16=True do not)",
         "auto_find_batch_size": "a rank that runs out of memory would restart without the others",
         "save_on_each_node": "all ranks write one folder together",
         "parallelism_config": "torch applies tensor parallelism, and the mesh in shard is the "

@@ -37,8 +37,8 @@ def adapter_layers(model: nn.Module) -> Any:
 
 
 def base_names(model: nn.Module) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
-    """Returns the base model, and the names in ``model`` of each of its tensors, by the name in the
-    base model."""
+    """Returns the base model, and a map from the name of each of its tensors to the names of the
+    tensor in ``model``."""
     if (names := find_module(_NAMES)) is None:
         return model, {name: (name,) for name in model.state_dict(keep_vars=True)}
     found: tuple[nn.Module, dict[str, tuple[str, ...]]] = names.base_names(model)

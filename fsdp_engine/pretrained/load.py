@@ -181,8 +181,8 @@ class LoadedPretrained:
     """The names that differ between a model and a folder.
 
     Attributes:
-        missing: The tensors of the model that are not in the folder. They keep their initial
-            values.
+        missing: The tensors of the model that are not in the folder. They keep their values, or
+            the model has initialized them.
         unexpected: The tensors of the folder that are not in the model.
     """
 
@@ -343,7 +343,7 @@ def _mismatches(
         parts.append(f"found none of {len(adapters)} tensors of adapters, which {values}")
     if others := [name for name in report.missing if name not in set(adapters)]:
         parts.append(
-            f"missing in the folder, initialized by the model or unchanged: {', '.join(others)}"
+            f"not in the folder, so initialized by the model or unchanged: {', '.join(others)}"
         )
     if report.unexpected:
         parts.append(f"in the folder, but not in the model: {', '.join(report.unexpected)}")

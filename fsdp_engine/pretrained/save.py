@@ -60,7 +60,7 @@ def save_pretrained(
 
     Raises:
         ValueError, TypeError: An argument is not legal or differs between ranks, the model is not
-            sharded or of neither library, or a conversion of the model is not a reindexing.
+            sharded, it belongs to neither library, or one of its conversions is not a reindexing.
         RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``, or weights
             are not loaded yet.
         OSError: The folder cannot be written.

@@ -6,7 +6,7 @@ The receiver gets the tensors of the model, or the tensors of checkpoint files, 
 [Note: Local pieces]
 If each rank streams its own elements, each element is streamed by exactly one rank. Ranks that hold
 the same slice of a flat buffer divide it into equal shares. So at every level each rank streams
-``1 / number of ranks`` of the model, and stores the receiver's version of this part:
+``1 / number of ranks`` of the model, which is also what its ``WeightVersion`` stores:
 
     flat buffer                        [................................]
     sharded over 2 inner ranks         [   inner 0     ][    inner 1    ]

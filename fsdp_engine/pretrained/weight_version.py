@@ -90,10 +90,11 @@ class WeightVersion:
         for name, tensor in self._tensors.items():
             dtype, count = sent.get(name, (None, 0))
             if tensor.dtype != dtype or tensor.numel() != count:
-                expected = f"with {count} elements of {dtype}" if dtype else "without"
+                expected = f"{count} elements of {dtype}" if dtype else "nothing"
                 raise ValueError(
-                    f"changed_since: expected a version of these weights, {expected} of {name}; "
-                    f"found {tensor.numel()} elements of {tensor.dtype}. Pass a new WeightVersion"
+                    f"changed_since: expected a version of these weights, which has {expected} for "
+                    f"{name}; found {tensor.numel()} elements of {tensor.dtype}. Pass a new "
+                    "WeightVersion"
                 )
 
     def begin(self) -> None:

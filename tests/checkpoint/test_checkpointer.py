@@ -654,7 +654,7 @@ def test_a_folder_that_is_one_checkpoint_is_refused_as_directory() -> None:
     checkpointer = fe.Checkpointer(folder, engine)
     checkpointer.save(3)
     inner = fe.Checkpointer(f"{folder}/step-00000003", engine)
-    text = f"step-00000003, which is one checkpoint. Pass {folder}, and the step to load"
+    text = f"step-00000003, which is one checkpoint. Pass {folder} instead, and call load"
     for call in (inner.steps, inner.load, partial(inner.save, 4)):
         raises_each((Exception, text, call))
     assert checkpointer.steps() == [3]
@@ -742,9 +742,7 @@ def test_other_ranks_are_warned_that_random_states_stay(
             assert texts == []
         elif again:
             (text,) = texts
-            assert (
-                "found ranks at the save 2, at this load 3. Random states stay as they are" in text
-            )
+            assert "found 2 at the save, 3 at this load. Random states stay as they are" in text
         assert others == [[], []]
     (text, *_) = ranks.run(warnings_there, folder, world_size=1)
     assert len(text) == (drawing is not None)
