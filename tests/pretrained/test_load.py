@@ -248,6 +248,25 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert different(reference.full_weights(model), before) == []
 
 
+@on_ranks(2)
+def test_the_model_s_own_save_pretrained_saves_full_weights_or_raises() -> None:
+    model = build("llama")
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = fe.shard(model, initial_values="rank0")
+    folder = shared_folder()
+    with pytest.raises(RuntimeError, match=r"found a LlamaForCausalLM whose weights are sharded"):
+        model.save_pretrained(folder)
+    with pytest.raises(RuntimeError, match=r"fe\.save_pretrained\(engine, folder\) on all ranks"):
+        model.model.save_pretrained(folder)
+    state = engine.full_state_dict(rank0_only=True)
+    on_rank_0(lambda: model.save_pretrained(f"{folder}/given", state_dict=state))
+    with engine.unsharded():
+        on_rank_0(lambda: model.save_pretrained(f"{folder}/full"))
+    for name in ("given", "full"):
+        found = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/{name}")
+        assert different(found.state_dict(), expected) == []
+
+
 class Counts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
