@@ -160,11 +160,14 @@ def export(
         str | None, typer.Option(help=f"dtype of floating-point tensors: {', '.join(DTYPES)}")
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
+    averages: Annotated[
+        str | None, typer.Option(help="write the averages that extra has under this name")
+    ] = None,
     trust: TrustOption = False,
 ) -> None:
-    """Write the model's tensors as safetensors, in Hugging Face's layout: the trained weights, not
-    averages of fe.EMA. A tied weight is written once, under its first name: read such a file with
-    safetensors.torch.load_model."""
+    """Write the model's tensors as safetensors, in Hugging Face's layout: the trained weights, or
+    their averages (--averages ema). A tied weight is written once, under its first name: read such
+    a file with safetensors.torch.load_model."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _errors_reported():
@@ -181,6 +184,7 @@ def export(
                 directory,
                 DTYPES.get(dtype or ""),
                 max_shard_size,
+                averages=averages,
                 progress=progress,
                 trust=trust,
             )
@@ -188,11 +192,11 @@ def export(
     size = sum(file.stat().st_size for file in files)
     typer.echo(f"{folder} -> {directory}: {len(files)} files, {format_bytes(size)}")
     keys = checkpoint.saved.below(EXTRA_TENSORS)
-    if others := sorted({key.split(".")[1] for key in keys}):
+    others = sorted({key.split(".")[1] for key in keys})
+    if others and averages is None:
         typer.echo(
-            f"{directory} has the trained weights. The checkpoint also has sharded tensors in its "
-            f"extra, under {', '.join(others)}. To write averages of fe.EMA, load the checkpoint, "
-            "and save within ema.swapped()"
+            f"These are the trained weights. The checkpoint also has sharded tensors in extra, "
+            f"under {', '.join(others)}: --averages {others[0]} writes these"
         )
 
 

@@ -1,4 +1,4 @@
-"""Finds the tensors of an export: slices of an engine, or tensors of a checkpoint on disk.
+"""Finds the tensors of an export of an engine, and reads parts of tensors from checkpoints.
 
 A :class:`Source` has a name, shape and dtype, which are the same on all ranks, and yields the parts
 that this rank writes.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,12 +18,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
-from fsdp_engine.checkpoint.dcp_metadata import read_metadata
-from fsdp_engine.checkpoint.manifest import MANIFEST, Manifest
 from fsdp_engine.checkpoint.model_state import (
-    EXTRA_STATE,
-    MODEL,
-    Saved,
     check_at_rest,
     check_shared,
     is_extra_state,
@@ -103,66 +97,10 @@ def engine_sources(engine: EngineLike, dtype: torch.dtype | None) -> list[Source
             Source(
                 names[0],
                 tuple(tensor.shape),
-                _written(tensor.dtype, dtype),
+                written_dtype(tensor.dtype, dtype),
                 tuple(names[1:]),
                 lambda parts=parts: parts,  # type: ignore[misc]
             )
-        )
-    return sources
-
-
-def checkpoint_sources(
-    folder: Path, dtype: torch.dtype | None, buffer_bytes: int, trust: bool = False
-) -> list[Source]:
-    """Returns the model's tensors in a checkpoint.
-
-    With a manifest, a tied weight is one tensor with aliases. Without one, it is a tensor under
-    each of its names.
-
-    Args:
-        folder: The folder of a checkpoint in DCP format with keys ``model.<name>``.
-        dtype: The written dtype of floating-point tensors. None: the dtype of each tensor.
-        buffer_bytes: Maximum number of bytes of a part.
-        trust: Allow objects of any class, which may run arbitrary code.
-
-    Raises:
-        FileNotFoundError, NotADirectoryError: There is no checkpoint.
-        ValueError: The checkpoint contains no tensors of a model, or only the trainable ones, or is
-            damaged.
-    """
-    metadata = read_metadata(folder, trust)
-    saved = Saved(metadata)
-    if saved.is_trainable_only:
-        raise ValueError(
-            f"checkpoint {folder}: expected all parameters of a model; found only those that were "
-            "trainable, since it was saved with trainable_only=True. Load it into the model, and "
-            "export the model (adapters: fe.save_pretrained)"
-        )
-    reader = Reader(folder, metadata, buffer_bytes)
-    buffer = ReadBuffer(buffer_bytes)
-    found = Manifest.read(folder).ties if (folder / MANIFEST).is_file() else {}
-    ties = {name: first for name, first in found.items() if f"{MODEL}.{first}" in saved.entries}
-    aliases: dict[str, list[str]] = {}
-    for other, first in ties.items():
-        aliases.setdefault(first, []).append(other)
-    sources = []
-    for key in saved.below(MODEL):
-        entry, path = saved.entries[key], saved.paths[key]
-        name = (
-            str(path[1]) if len(path) == 2 else EXTRA_STATE
-        )  # longer paths are within extra states
-        if isinstance(entry, TensorStorageMetadata) and not (name in ties or is_extra_state(name)):
-            written = _written(entry.properties.dtype, dtype)
-
-            def parts(key: str = key, entry: TensorStorageMetadata = entry) -> Iterator[Part]:
-                return saved_parts(reader, key, entry, buffer)
-
-            others = tuple(aliases.get(name, ()))
-            sources.append(Source(name, tuple(entry.size), written, others, parts))
-    if not sources:
-        raise ValueError(
-            f"checkpoint {folder}: expected tensors under {MODEL}.<name>; found only "
-            f"{', '.join(list(saved.entries)[:8]) or 'nothing'}"
         )
     return sources
 
@@ -257,5 +195,6 @@ def parts_of(tensor: Tensor) -> list[Part]:
     ]
 
 
-def _written(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def written_dtype(found: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    """Returns the dtype in which an export writes a tensor of the dtype ``found``."""
     return wanted if wanted is not None and found.is_floating_point else found

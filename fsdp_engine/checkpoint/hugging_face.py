@@ -21,11 +21,8 @@ from pathlib import Path
 
 import torch
 
-from fsdp_engine.checkpoint.export_source import (
-    Source,
-    checkpoint_sources,
-    engine_sources,
-)
+from fsdp_engine.checkpoint.export_source import Source, engine_sources
+from fsdp_engine.checkpoint.export_stored import checkpoint_sources
 from fsdp_engine.checkpoint.model_state import (
     check_at_rest,
     check_shared,
@@ -64,6 +61,7 @@ def export_safetensors(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     *,
+    averages: str | None = None,
     progress: Callable[[int], None] = lambda num_bytes: None,
     trust: bool = False,
 ) -> None:
@@ -84,6 +82,8 @@ def export_safetensors(
         dtype: The dtype of floating-point tensors. None: the dtype of the main weights.
         max_shard_size: Maximum bytes of tensors in one file, or a string such as "5GB" (1 GB is
             10**9 bytes). A larger tensor is written into a separate file.
+        averages: For a checkpoint: a name in its ``extra``, such as that of an ``fe.EMA``. Tensors
+            of the model that have an average there are written with the values of the average.
         progress: Function that is called with the bytes of each part that this rank has written,
             counted in the dtype before a cast.
         trust: Allow objects of any class in the checkpoint, which may run arbitrary code.
@@ -106,7 +106,7 @@ def export_safetensors(
         path = Path(engine_or_path)
 
         def sources() -> list[Source]:
-            return checkpoint_sources(path, dtype, buffer_bytes, trust)
+            return checkpoint_sources(path, dtype, buffer_bytes, trust, averages)
 
     else:
         engine = engine_or_path
@@ -114,6 +114,11 @@ def export_safetensors(
             raise TypeError(
                 "engine_or_path: expected an Engine or the path of a checkpoint; found "
                 f"{type(engine_or_path).__name__}"
+            )
+        if averages is not None:
+            raise ValueError(
+                "averages: expected None for an engine; found "
+                f"{averages!r}. Within ema.swapped() the engine has the averages"
             )
         engine.await_ranks()
         sources = partial(engine_sources, engine, dtype)

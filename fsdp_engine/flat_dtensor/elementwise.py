@@ -100,7 +100,7 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     """
     flats: list[FlatPlacement | None] | None = None
     records = torch.is_grad_enabled()
-    changed = args[0] if args and is_inplace(func) else None
+    changed: Any = args[0] if args and is_inplace(func) else None
 
     def to_local(value: Any) -> Any:
         nonlocal flats
@@ -112,8 +112,9 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if found is not first and not all(map(operator.is_, found, first)):
             _check_columns(cls, func, value, found, first)
         if not records and None not in found:
-            for tensor in value if value is changed else ():
-                check_change(func.__name__, tensor)
+            if value is changed:
+                for tensor in value:
+                    check_change(func.__name__, tensor)
             return [t._local_tensor for t in value]
         local = []
         for tensor, mine, other in zip(value, found, first, strict=True):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
@@ -272,19 +273,56 @@ def test_averages_are_swapped_outside_of_unsharded_only() -> None:
             assert torch.equal(value, trained[name])
 
 
-def save_with_averages(folder: str) -> None:
-    model, engine, optimizer = build(odd_model, {})
-    ema = fe.EMA(engine, DECAY)
-    step(model, optimizer, 0)
+def tied() -> nn.Module:
+    """A model with running statistics, a frozen parameter and a tied weight."""
+    model = nn.ModuleDict({name: nn.Linear(6, 6) for name in "abc"})
+    model["c"].weight, model["norm"] = model["a"].weight, nn.BatchNorm1d(6)
+    model["b"].weight.requires_grad_(False)
+    return model
+
+
+def save_with_averages(folder: str, level: str) -> None:
+    torch.manual_seed(1)
+    policy = fe.MixedPrecisionPolicy(main_params_dtype=BF16)
+    engine = fe.shard(model := tied(), strategy=level, mp_policy=policy)
+    ema = fe.EMA(engine, DECAY, average_buffers=True)
+    with torch.no_grad():
+        for value in (*model.parameters(), model["norm"].running_mean):
+            value.mul_(1.5)
     ema.update()
-    fe.Checkpointer(folder, engine, extra={"ema": ema}).save(1)
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    fe.Checkpointer(folder, engine, extra={"ema": ema, "other": other}).save(1)
+    with ema.swapped():
+        fe.export_safetensors(engine, f"{folder}/expected")
+    with pytest.raises(ValueError, match=r"averages: expected None for an engine; found 'ema'"):
+        fe.export_safetensors(engine, f"{folder}/expected", averages="ema")
 
 
-def test_an_export_says_that_averages_are_left_out(ranks: Ranks, tmp_path: Path) -> None:
-    ranks.run(save_with_averages, str(tmp_path / "run"), world_size=2)
-    command = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
-    output = CliRunner().invoke(cli.app, command, catch_exceptions=False).output
-    assert "also has sharded tensors in its extra, under ema." in output
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_averages_are_exported_from_a_checkpoint(ranks: Ranks, tmp_path: Path, level: str) -> None:
+    ranks.run(save_with_averages, str(tmp_path / "run"), level, world_size=2)
+
+    def export(*options: str, code: int = 0) -> str:
+        command = ["export", str(tmp_path / "run"), str(tmp_path / "out"), *options]
+        found = CliRunner().invoke(cli.app, command, catch_exceptions=False)
+        assert found.exit_code == code, found.output
+        return found.output
+
+    assert "under ema: --averages ema writes these" in export()
+    expected = load_file(tmp_path / "run" / "expected" / "model.safetensors")
+    weights = load_file(tmp_path / "out" / "model.safetensors")
+    differing = {name for name in expected if not torch.equal(expected[name], weights[name])}
+    changed = {"a.weight", "a.bias", "b.bias", "c.bias", "norm.weight", "norm.running_mean"}
+    assert differing <= changed
+    assert {"a.weight", "b.bias", "norm.weight"} <= differing
+    assert "also has" not in export("--averages", "ema")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "found 'mean', and the names there: 'ema', 'other'" in export(
+        "--averages", "mean", code=2
+    )
+    assert "found none in 'other'" in export("--averages", "other", code=2)
 
 
 @on_ranks(2)
