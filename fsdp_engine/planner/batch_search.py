@@ -8,9 +8,9 @@ time of the second microbatch. Its memory is that of a step of three.
 (``tests/planner/test_batch_search.py`` compares with full simulations of such steps.)
 
 The largest microbatch is determined for each strategy separately. Memory is linear in the size of
-the microbatch. Each further row adds at most the activations per row of the smallest microbatch.
-This bound selects a second size to simulate. The line through both sizes predicts the largest size
-that fits, and simulations check that it fits and that the next larger size does not.
+the microbatch. A further row adds at most the activation memory of the smallest microbatch, divided
+by its rows. This bound selects a second size to simulate. The line through both sizes predicts the
+largest size that fits, and simulations check that it fits and that the next larger size does not.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Candidate:
     Attributes:
         mesh: Number of ranks that parameters are sharded over on each axis, (inner,) or (outer,
             inner).
-        strategy, outer_strategy: Names of the levels.
+        strategy, outer_strategy: Names of the sharding levels of the inner and the outer axis.
         checkpointing: How blocks' activations are kept. False: on the device. True: recomputed in
             backward. "selective" or an ``fe.Recompute``: some of them are recomputed. "offload": on
             the host until backward.
@@ -33,8 +33,8 @@ class Candidate:
         offload: Places of state between its uses; None: all state is on the device.
         microbatches: Number of microbatches of a step; None: the number of the job.
         sequence: Sequence length, for the batch function; None: the batch has one length.
-        tensor_parallel: Number of consecutive ranks that share the model's matrices. Each rank of
-            ``mesh`` is such a group.
+        tensor_parallel: Number of consecutive ranks that share the model's matrices. Each position
+            in ``mesh`` is a group of this many ranks.
         context_parallel: Number of consecutive ranks of the inner axis that share each sequence.
         pipeline: Number of ranks in a pipeline. The ranks that hold the same stages form a
             ``mesh``.
@@ -178,7 +178,7 @@ def activations_of(given: Iterable[object] | None) -> Activations:
 
 
 def merged_extensions(candidate: Candidate, given: Iterable[object] | None) -> list[object]:
-    """Returns the given extensions, and those of ``candidate`` that no given one replaces."""
+    """Returns the given extensions, and those of ``candidate`` whose kind is not given."""
     known = [*(given or ())]
     own: list[object] = [] if candidate.offload is None else [candidate.offload]
     if candidate.checkpointing and (activations := find_module("activations")) is not None:

@@ -247,8 +247,8 @@ class PlanFields(GivenOptions):
     )
     offload: StatePlaces | str | None = option(
         "store optimizer state on the host or on a disk; everything: also main weights and "
-        "gradients on the host; auto: none, and if nothing fits with --full or --formulas, host "
-        "and then everything",
+        "gradients on the host; auto: none; with --full or --formulas, if nothing fits, also host, "
+        "then everything",
         AUTO,
         type=Where,
         shown=Where.auto,

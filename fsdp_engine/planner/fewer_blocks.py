@@ -3,11 +3,11 @@
 [Note: Fewer blocks]
 A deep model repeats a block. Each further block adds the same operations to forward and backward,
 the same communication and the same state. So the step time, the bytes sent, and the memory at each
-place of the program are linear in the number of blocks, once there are a few. (A unit is gathered
-while another one computes, except for the first and last blocks.) Such a model is simulated with
-three small numbers of blocks, a constant number of blocks apart. If the third simulation adds as
-much to the second as the second adds to the first, further blocks would add the same. If not, or if
-the model does not run with fewer blocks, all blocks are simulated.
+place of the program are linear in the number of blocks, once there are a few. (The first and last
+blocks differ: their units are not gathered while another block computes.) Such a model is simulated
+with three small numbers of blocks, a constant number of blocks apart. If the third simulation adds
+as much to the second as the second adds to the first, further blocks would add the same. If not, or
+if the model does not run with fewer blocks, all blocks are simulated.
 
 The *peak* is not linear, as it may move from one place to another. So the largest memory at each
 place (a module, in forward, backward or the step) is extrapolated, and the peak is the largest of
@@ -35,8 +35,8 @@ from fsdp_engine.planner.simulation.memory_tracker import KINDS
 from fsdp_engine.planner.simulation.records import combined
 from fsdp_engine.planner.simulation.simulate import Simulation
 
-# Smallest number of equal blocks to simulate, and the number of these that are kept at the start,
-# since units are prefetched from block to block.
+# Smallest number of equal blocks to simulate, and the number of these before the removed blocks.
+# Units are prefetched from block to block, so the first blocks differ from those in the middle.
 _LEAST = 6
 _AT_START = 3
 # Largest distance between equal blocks.

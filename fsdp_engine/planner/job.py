@@ -42,7 +42,7 @@ if TYPE_CHECKING:  # this import loads torch's compiler
 # Largest number of microbatches of a step to simulate; see [Note: Steps of many microbatches] in
 # ``batch_search.py``.
 MOST_SIMULATED = 3
-# A trial of the chosen candidate has this many times its microbatches.
+# Factor by which a trial increases the number of microbatches of the chosen candidate.
 _MORE_MICROBATCHES = 4
 
 
@@ -254,7 +254,7 @@ class Job:
     def trials(self, chosen: Outcome, limit: float) -> tuple[Trial, ...]:
         """Returns variations of ``chosen``: a larger microbatch, more microbatches, and, if only
         optimizer state is on the host, an optimizer step that overlaps with the next forward. The
-        last variation adds requirements to the user's program."""
+        last one restricts the user's program; see ``overlap_forward`` of ``fe.Offload``."""
         candidate = chosen.candidate
         more = _MORE_MICROBATCHES * (candidate.microbatches or self.microbatches)
         longer = replace(candidate, microbatches=more)
@@ -304,9 +304,9 @@ class BatchSearch:
         return self._row(candidate)[1]
 
     def sizes(self, candidate: Candidate) -> list[int]:
-        """Returns the microbatch sizes to try, in ascending order. With a pipeline, the number of
-        microbatches must be a multiple of its ranks that the schedule accepts; if there is no such
-        size, the list is empty.
+        """Returns the microbatch sizes to try, in ascending order. With a pipeline, each size
+        gives a number of microbatches that is a multiple of the pipeline's ranks and that the
+        schedule accepts; the list may be empty.
 
         Raises:
             ValueError: There is no pipeline, and no size of ``microbatch_sizes`` divides the rows

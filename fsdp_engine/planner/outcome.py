@@ -359,7 +359,7 @@ class Trial:
                 raise TypeError(f"expected a number in a trial; found {each!r}")
 
 
-# Rates are rounded to multiples of the fastest rate over this number before they are compared.
+# Rates are rounded before they are compared, to multiples of the fastest rate / `_RATE_STEPS`.
 _RATE_STEPS = 1000
 # `is_faster` ignores differences up to this fraction, twice the rounding of the fastest rate.
 TOLERANCE = 2 / _RATE_STEPS

@@ -110,7 +110,7 @@ class JobCache:
                 new.replace(self._path)
             finally:
                 new.unlink(missing_ok=True)
-        # Other processes may delete files meanwhile, which then have no time.
+        # A file that another process has deleted meanwhile has the time 0.
         times = _stats(map(str, folder.glob("*.json")))
         for path in sorted(times, key=lambda path: times[path][1])[:-_MOST_JOBS]:
             Path(path).unlink(missing_ok=True)
@@ -208,8 +208,8 @@ class _Describer(pickle._Pickler):  # the pickler in C does not pass sets to the
 
     def _parts_of_class(self, value: type) -> tuple[Any, ...]:
         """Returns the bases and attributes of a local class, which may contain captured values. If
-        its functions capture the class itself, as those that call ``super()`` do, it is described
-        there by a number."""
+        its functions capture the class itself, as those that call ``super()`` do, they are
+        described with a number in place of the class."""
         if value in self._local_classes:
             return (self._local_classes.index(value),)
         self._local_classes.append(value)

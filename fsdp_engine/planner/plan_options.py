@@ -35,9 +35,9 @@ class PlanOptions(PlanFields):
         context_parallel: Number of consecutive ranks that share each sequence, or several numbers
             to try. Forward and backward run within torch's ``context_parallel``, as in
             ``fe.simulate``. "auto": 1, and for sequences of 32,768 tokens or more the powers of two
-            that fit a node and divide the inner axis and half of the sequence. Candidates with
-            more than 1 use the levels of a quick plan; then all levels are tried with the degrees
-            of the fastest candidate.
+            that fit a node and divide the inner axis and half of the sequence. With more than
+            1, only the levels of a quick plan are tried at first. A full plan then tries all levels
+            with the degrees of the fastest candidate.
         tensor_parallel: Number of consecutive ranks that share the model's matrices, or several
             numbers to try. "auto": 1, and the powers of two that fit a node and divide the ranks,
             if a model of transformers has a ``tp_plan`` for them. The remaining factor of
@@ -72,8 +72,8 @@ class PlanOptions(PlanFields):
             number of microbatches that gives this batch. None: use the batch and ``microbatches``.
         sequences: Sequence lengths to try. None: only the length of the batch.
         quick: Try the candidates that are most often the best, level 3 and HSDP first, until four
-            fit. If a candidate without recomputation fits, also try the rest of these candidates
-            that do not recompute. ``StrategyPlan.full`` tries all candidates.
+            fit. If one without recomputation fits, also try the others without recomputation.
+            ``StrategyPlan.full`` tries all candidates.
         compile: Whether to simulate blocks as compiled by ``block.compile()``. ``shard`` does not
             compile them.
         cache: Read results of candidates from the user's cache folder, and store new ones there;
@@ -83,9 +83,9 @@ class PlanOptions(PlanFields):
         formulas: Do not run the model; use formulas, without activations and times. Whether
             candidates fit is then unknown.
         offload: Offload of all candidates. Candidates whose levels do not allow it are left out.
-            None: all state is on the device. "auto": if no candidate of a full plan fits, those
-            that might fit with optimizer state on the host are tried with it there. If none of
-            these fits, main weights and gradients are moved to the host, too.
+            None: all state is on the device. "auto": if no candidate of a full plan fits, try
+            those that might fit with optimizer state on the host again, with this offload. If none
+            of these fits, main weights and gradients are moved to the host, too.
 
     Raises:
         TypeError, ValueError: An option is invalid.

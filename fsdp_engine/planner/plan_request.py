@@ -155,9 +155,9 @@ class PlanRequest:
 
     def _context_degrees(self, tensor_parallel: int) -> list[int]:
         """Returns the degrees of context parallelism to try with a degree of tensor parallelism.
-        For "auto" on GPUs, these are all powers of two that fit a node, together with the
-        tensor-parallel ranks, and divide the ranks, for any sequence length. For "auto" on CPUs,
-        this is 1."""
+        For "auto" on GPUs, these are the powers of two whose product with ``tensor_parallel`` fits
+        a node and divides the number of ranks; lengths of sequences are checked later. For "auto"
+        on CPUs, this is 1."""
         if self.options.context_parallel != AUTO:
             return self._divisors("context_parallel")
         if not self.options.where.host_runs_ahead:

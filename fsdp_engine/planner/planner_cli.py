@@ -5,7 +5,7 @@
     fsdp-engine plan --elements 8e9 --world 64 --outer 8 --dtype bf16 --memory 80
     fsdp-engine calibrate machine.json
 
-``plan`` with a batch simulates every strategy and recommends one; without a batch, or with
+``plan`` with a batch simulates strategies and recommends one; without a batch, or with
 ``--formulas``, it prints the results of formulas. ``plan`` neither trains nor allocates tensors.
 ``calibrate`` measures this machine.
 """
@@ -40,7 +40,7 @@ def _root() -> None:
 
 
 def plan(context: typer.Context, **values: Any) -> None:
-    """Recommend a strategy by the time and memory of each one. Without --batch, print only bytes.
+    """Recommend a strategy by its time and memory. Without --batch, print only bytes.
 
     Example: fsdp-engine plan --model llama/config.json --batch 1x8192 --world 64 --dtype bf16
     """
@@ -70,7 +70,7 @@ def measure_machine(
         bool, typer.Option("--compile", help="also measure kernels of torch.compile")
     ] = False,
 ) -> None:
-    """Measure this machine in half a minute: the ranks of torchrun, or else two gloo ranks."""
+    """Measure this machine in half a minute, with the ranks of torchrun or with two gloo ranks."""
     _check_writable(path, "path")
     if threads < 1:
         raise typer.BadParameter(f"--threads: expected 1 or more; found {threads}")

@@ -64,9 +64,9 @@ def plan_caption(setting: Setting, outcomes: Sequence[Outcome]) -> str:
     is_offloaded = any(each.candidate.offloaded for each in outcomes)
     _, name = table_unit(outcomes)
     text = (
-        f"{name} of one rank: memory by kind at the peak; free of "
-        f"{terminal.format_bytes(setting.memory)}, or the excess and the largest kind; bytes sent "
-        f"per step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
+        f"{name} of one rank: memory by kind at the peak; free: memory left of "
+        f"{terminal.format_bytes(setting.memory)}, or the excess and the largest kind; sent: per "
+        f"step. ms: step time {accuracy_of(setting.machine_family).mark}, and exposed "
         f"communication{' and copies' * is_offloaded}. Ranks: outer x inner. Recompute: "
         "activation checkpointing, of whole blocks or selective."
     )

@@ -322,8 +322,7 @@ class _Planning:
 
     def _without_recomputation(self, outcomes: Sequence[Outcome]) -> list[Candidate]:
         """Returns the candidates without recomputation that a quick plan has not tried, since they
-        are the fastest if they fit. Returns none of them if no tried candidate without
-        recomputation fits."""
+        are the fastest if they fit. Empty unless a tried candidate without recomputation fits."""
         kept = [each for each in outcomes if each.fits and each.candidate.checkpointing is False]
         if not kept:
             return []
@@ -397,12 +396,12 @@ class _Planning:
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:
-    """Returns the candidates that can share the global batch equally in microbatches of a given
-    size, and whose schedule accepts a number of microbatches of it.
+    """Returns the candidates that can share the global batch equally, with a microbatch size that
+    is allowed and a number of microbatches that their schedule accepts.
 
     Raises:
         ValueError: For one of the sequence lengths, no candidate can share the global batch
-            equally, or none has a given microbatch size.
+            equally in microbatches of an allowed size.
     """
 
     def kind(each: Candidate) -> tuple[int, int, str | None, int | None]:

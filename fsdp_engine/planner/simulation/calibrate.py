@@ -200,10 +200,10 @@ class _Meter:
         self._say(f"  overlap of memory access and compute: {processor.overlap:.0%}")
         self._say(
             f"  attention: {processor.attention_share:.0%} of the rate of products, in backward "
-            f"{processor.attention_backward_share:.0%}; half of that rate with "
-            f"{processor.attention_length:.0f} keys; half of the rate of very large heads with "
-            f"heads of {processor.attention_head:.0f}; causal in blocks of "
-            f"{processor.causal_block:.0f} queries"
+            f"{processor.attention_backward_share:.0%}; half of that rate is reached with "
+            f"{processor.attention_length:.0f} keys; half of the rate of very large heads is "
+            f"reached with heads of {processor.attention_head:.0f} elements; causal attention "
+            f"skips keys in blocks of {processor.causal_block:.0f} queries"
         )
         self._say(
             f"  functions: {processor.function_seconds * 1e9:.2f} ns per element; irregular "
@@ -270,8 +270,8 @@ class _Meter:
         if self._hardware.is_host:
             busy = max(busy, self._beside_compute(gather, large_bytes))
             large = max(large, busy)
-        # In an all-gather of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. If
-        # small messages were delayed, latency may not exceed half the time of a large message.
+        # In an all-gather of N bytes over n ranks each sends (n - 1) / n of N, in n - 1 hops. The
+        # time of small messages, which may have been delayed, is at most half that of large ones.
         small = min(small, large / 2)
         hops = size - 1
         sent = [num_bytes * hops / size for num_bytes in (large_bytes, _SMALL)]
@@ -285,8 +285,8 @@ class _Meter:
 
     def _message(self, gather: _Gather, num_bytes: int) -> tuple[float, float]:
         """Returns the seconds of an all-gather, in place as in the engine, and the seconds by which
-        it delays compute. (Sums of reductions are separate operations.) The data is not in caches,
-        as after the computation of a model."""
+        it delays compute. (Sums of reductions are separate operations.) As after the computation
+        of a model, the data is not in caches."""
         send = partial(_send, gather, self._messages(num_bytes))
         others = [allocator.zeros(_LARGE["cpu"], torch.float32, self._device) for _ in range(2)]
         for _ in range(3):

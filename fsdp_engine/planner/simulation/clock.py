@@ -3,13 +3,14 @@
 [Note: Two clocks]
 On a machine whose host runs ahead there are two clocks. The *host's* clock advances with every
 call. The *device's* clock is the clock of its lanes: an operation on a lane starts when the host
-has issued it, previous operations on the lane are complete, and the tickets that it depends on are
-reached. Waiting for a ticket takes no time by itself; it delays the next operation on the lane.
-Casts and sums on other lanes are kernels of the same device and need the memory and processors of
-compute, so they delay compute by their time. (On an H200 the time of a step of compiled blocks is
-the sum of the times of all kernels of all streams, within 1 %; on an H100 it is 4 % less.)
-*Exposed* time is measured on the device's clock: from the time at which compute could have started
-without the wait (issued, and the lane idle) to the time at which it starts.
+has issued it, and previous operations on the lane and those that it depends on are complete. A
+*ticket* is the end of an operation. Waiting for it takes no time by itself, but delays the next
+operation on the lane. Casts and sums on other lanes are kernels of the same device and need the
+memory and processors of compute, so they delay compute by their time. (On an H200 the time of a
+step of compiled blocks is the sum of the times of all kernels of all streams, within 1 %; on an
+H100 it is 4 % less.) *Exposed* time is measured on the device's clock: from the time at which
+compute could have started without the wait (issued, and the lane idle) to the time at which it
+starts.
 
 On a machine where the host computes, both clocks are the same. Lanes are then FIFOs like those of
 ``HostLane``: an operation starts at its submission if its dependencies are complete, otherwise at
@@ -109,8 +110,9 @@ class Exposed:
 
 @dataclass(frozen=True)
 class Moment:
-    """The end time of an operation, and its cause: the longest of the operation and its direct
-    dependencies. (Waiting for the cast of a gathered tensor is attributed to the gather.)
+    """The end time of an operation, and the operation that determines it: the longest one among the
+    operation itself and its direct dependencies. (Waiting for the cast of a gathered tensor is
+    attributed to the gather.)
 
     Attributes:
         known: Seconds since the start of the simulation, without the time of ``copy``.
@@ -324,7 +326,7 @@ class _Work:
         lane: The lane.
         sending, computed: Seconds of communication and of computation so far.
         stolen: Seconds by which communication delays compute so far.
-        hosted: The host's time after its computation, if the host of a device computed.
+        hosted: The time at which the last computation on a device's host ended; 0: there was none.
         copies: Copies of offloaded state or activations: place, direction, bytes, and the seconds
             of the operation before the copy.
     """
@@ -546,9 +548,9 @@ class Clock:
         self.wait(self._compute, ticket)
 
     def wait_until(self, label: str, lane: str, start: float, end: float) -> None:
-        """Make compute wait for a message of another stage, on a row of its own in the timeline. If
-        compute also waits for a collective, which may start after the message, the exposed time of
-        the collective begins at the end of the message."""
+        """Make compute wait for a message of another stage, which has a row of its own in the
+        timeline. If compute also waits for a collective, which may start after the message, the
+        exposed time of the collective begins at the end of the message."""
         moment = Moment(end, label, lane, end - start)
         if end > start:
             self.spans.append(Span(lane, label, self.phase, start, end))

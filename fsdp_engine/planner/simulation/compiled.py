@@ -56,8 +56,8 @@ _DYNAMO = {
     "recompile_limit": 10_000,
     "accumulated_recompile_limit": 100_000,
 }
-# Settings of AOTAutograd: caches of real compilations are neither read nor written, and no mode
-# checks custom operations when a graph first runs.
+# Settings of AOTAutograd: caches of real compilations are neither read nor written, and results of
+# custom operations are not checked for aliasing.
 _AOT = {
     "enable_autograd_cache": False,
     "enable_remote_autograd_cache": False,
@@ -73,7 +73,7 @@ _KEEPS_STATES = "functionalize_rng_ops"
 
 _HOOKS_WARNING = r"Using `torch.compile\(module\)` when there are global hooks"
 
-_has_rules = False  # whether a simulation has made Dynamo's rules
+_has_rules = False  # whether a simulation has made Dynamo's rules for torch's functions
 _running = 0  # number of running simulations and of running plans
 _codes_before: list[Any] = []
 _graphs_before = 0  # number of graphs that Dynamo had traced at the last call of free_traces
@@ -418,6 +418,6 @@ def _operations() -> Operations:
         if isinstance(mode, Operations):
             return mode
     raise RuntimeError(
-        "torch.compile: expected a graph that was compiled for a simulation to run in one; found a "
-        "call outside of simulations"
+        "torch.compile: expected calls only within simulations, since this graph was compiled in "
+        "one; found a call outside of simulations"
     )

@@ -6,14 +6,14 @@ this factor is less than 1. Work of the host accesses the same host memory as th
 and copies run, all their rates are multiplied by ``host_rate / (sum of the rates)``.
 
 A copy is added when the simulated host submits it. Copies that run at the same time may be added
-earlier or later, so a later copy moves the ends of earlier ones that overlap with it. Operations
-that were already simulated to start at an earlier end do not move. In the optimizer step there are
-no such operations: compute waits for a chunk's copies only after all overlapping copies have been
-submitted. In backward there are such operations if the copy for a gather takes longer than the
-compute of the unit before it. The copy of that unit's gradients is submitted later, and lengthens
-the copy for the gather. The gather was already simulated, and has started too early by up to the
-added time. Such errors do not add up, since the next copy in the same direction starts at the
-corrected end.
+earlier or later, so a later copy moves the ends of earlier ones that overlap with it. An operation
+that has already been simulated, and that started at an end which now moves, keeps its start. In the
+optimizer step there are no such operations: compute waits for a chunk's copies only after all
+overlapping copies have been submitted. In backward there are such operations if the copy for a
+gather takes longer than the compute of the unit before it. The copy of that unit's gradients is
+submitted later, and lengthens the copy for the gather. The gather was already simulated, and has
+started too early by up to the added time. Such errors do not add up, since the next copy in the
+same direction starts at the corrected end.
 """
 
 from __future__ import annotations

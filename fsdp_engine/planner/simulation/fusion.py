@@ -11,13 +11,13 @@ and backward partitioned. Operations are of four kinds:
 A kernel of fused operations iterates over N elements, and reduces them to M along one set of
 dimensions. It accepts pointwise operations of N or M elements and reductions of N to M, and reads
 each memory once. An operation joins the kernel of an operand, or else a kernel that reads the same
-memory, unless another kernel would have to run between them. A pointwise result that only later
-kernels read and that was computed from few others is not kept in memory: these kernels compute it
-again. The limit on the number of its reads is inductor's ``realize_reads_threshold``.
+memory, unless another kernel would have to run between them. A pointwise result that only fused
+kernels read is not kept in memory if computing it reads few tensors, at most inductor's
+``realize_reads_threshold``: later kernels compute it again.
 
 Of several possible orders, the kernels run in the one that takes the least memory. A result is
-written in place of memory of its size that no later kernel reads. This requires that the kernel
-computes no other result from this memory, except results from which it computes the first one.
+written in place of memory of its size that no later kernel reads. The kernel may read this memory
+only for this result, and for results from which it computes this one.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Every storage that an operation returns is tracked until it is freed, and has a 
     gradients     accumulated gradients, from a unit's first reduction until they are cleared
     optimizer     storages allocated by the optimizer's construction or its steps, and chunks of
                   offloaded state on the device
-    transient     full parameters and gradients in flight, and their idle memory; if the host
-                  computes, also the memory in which lanes receive other ranks' gradients
+    transient     full parameters and gradients in flight, and idle memory kept for them; if the
+                  host computes, also the memory in which lanes receive other ranks' gradients
     activations   all others: inputs, saved tensors, temporaries, and gradients until the engine
                   has copied them
 
@@ -234,8 +234,8 @@ _LINE = 16  # numbers of fp32 in 64 bytes
 
 def as_returned(func: Any, args: Sequence[Any], out: Any) -> Any:
     """Returns the result ``out`` of a fake operation ``func(*args)`` as the kernel would return it:
-    an LSTM's with its workspace, a norm's with the dtype of its statistics, and a loss's over
-    memory for the loss of each element; see [Note: Workspaces]."""
+    an LSTM's result has its workspace, a norm's statistics have the kernel's dtype, and the memory
+    of a loss has room for the loss of each element; see [Note: Workspaces]."""
     if func in _NORMS:
         return _with_statistics_of(args, out)
     if func in _LOSSES and out.ndim == 0:

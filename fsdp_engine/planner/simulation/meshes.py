@@ -86,8 +86,8 @@ def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
 
     Args:
         model: A model whose parameters may be DTensors.
-        data: The mesh to return if there are no DTensors, or if they are over slices of its root
-            mesh.
+        data: The mesh to return if no parameter is a DTensor over a mesh with another root than
+            this one's.
 
     Raises:
         ValueError: The root mesh does not have one or two unused dimensions, or lacks ranks.
@@ -101,8 +101,8 @@ def data_mesh_beside(model: nn.Module, data: DeviceMesh) -> DeviceMesh:
     names = tuple(name for name in root.mesh_dim_names or () if name not in used)
     if root.size() != dist.get_world_size() or len(names) not in (1, 2):
         raise ValueError(
-            "build: expected DTensors over a submesh of a mesh of all "
-            f"{dist.get_world_size()} ranks that has one or two other, data-parallel dimensions, "
+            f"build: expected DTensors over dimensions of a mesh of all {dist.get_world_size()} "
+            "ranks, whose one or two other dimensions are data-parallel, "
             'such as init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))["tp"]; found '
             f"{root}"
         )

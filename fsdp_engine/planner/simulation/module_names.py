@@ -50,7 +50,8 @@ class ModuleNames:
             return ""
         if torch.is_grad_enabled():  # in a recomputed forward, between calls of modules
             return _parent_of(self._left)
-        # Nodes that accumulate gradients have the largest numbers; the last recorded module is "".
+        # Nodes that accumulate gradients have the largest numbers, so they get the last recorded
+        # module, which is "".
         return self._modules[bisect_right(self._starts, node._sequence_nr()) - 1]
 
     def last(self) -> str:

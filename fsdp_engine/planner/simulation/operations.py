@@ -365,7 +365,7 @@ _RINGS = {"_allgather_base_": 1, "allgather_": 1, "allgather_coalesced_": 1}
 _RINGS |= {"allgather_into_tensor_coalesced_": 1, "_reduce_scatter_base_": 1, "reduce_scatter_": 1}
 _RINGS |= {"reduce_scatter_tensor_coalesced_": 1, "allreduce_": 2, "allreduce_coalesced_": 2}
 _RINGS |= {"broadcast_": 1, "reduce_": 1, "gather_": 1, "scatter_": 1}
-# Collectives of which only one rank has the tensors of all ranks.
+# Collectives in which only the root has the tensors of all ranks.
 _ROOTED = ("gather_", "scatter_")
 _ALL_TO_ALL, _ALL_TO_ALL_OF_LISTS, _SEND = "alltoall_base_", "alltoall_", "send"
 # Namespace of collectives that models issue, for example through DTensors.

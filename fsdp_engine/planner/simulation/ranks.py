@@ -126,8 +126,8 @@ def data_mesh_beside(
         sizes: The sizes of these axes, (inner,) or (outer, inner).
         context_parallel: Number of consecutive ranks of the inner axis that share sequences. If it
             is more than 1, the root mesh has the dimensions "dp" and "cp" instead of "inner".
-        tensor_parallel: Number of consecutive ranks at each place of these axes. If it is more than
-            1, the innermost dimension of the root mesh is "tp".
+        tensor_parallel: Number of consecutive ranks at each coordinate of these axes. If it is more
+            than 1, the innermost dimension of the root mesh is "tp".
         pipeline: Number of such meshes side by side. If it is more than 1, the outermost dimension
             of the root mesh is "pp".
     """

@@ -139,8 +139,8 @@ class RecordingClock(Clock):
         self.entries.append(Entry(self.phase, "", None, number))
 
     def sample_number(self) -> int:
-        """Returns the number of the current time, for the record of memory. A replay stores the
-        time of each number in ``samples``."""
+        """Returns an index for the current time, for the record of memory. A replay stores the time
+        of each index in ``samples``."""
         self._append(lambda to: to.samples.append(to.clock.now))
         self.num_samples += 1
         return self.num_samples - 1

@@ -55,8 +55,8 @@ class TimeAccuracy:
 
     @property
     def spread(self) -> float:
-        """The relative deviation from the expected time that ``COVERED`` of the compared steps do
-        not exceed."""
+        """The relative deviation from the expected time that is not exceeded by a fraction
+        ``COVERED`` of the compared steps."""
         distances = sorted(abs(each / self.factor - 1) for each in self.factors)
         return distances[math.ceil(COVERED * len(distances)) - 1]
 
