@@ -453,8 +453,8 @@ class ModuleHooks:
                 if call.reads_weights:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
-                        "expected tensors that it computes after its output to be in attributes "
-                        f"of its modules, or in its arguments; found {hidden}",
+                        "expected tensors that the unit computes after its output to be in "
+                        f"attributes of its modules, or in its arguments; found {hidden}",
                         "Return it, or keep it in an attribute",
                     )
         return self._listen_for_backward(entered, calls, found)
