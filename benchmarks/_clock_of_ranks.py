@@ -4,10 +4,10 @@ The engine of each rank runs in a thread of its own, with fake tensors over torc
 group. One thread runs at a time. Host messages (``comm/host_message.py``, the message of the step)
 go from thread to thread, so ranks may differ in what they run.
 
-Where the host runs ahead of the device (:class:`DeviceClock`), its time depends on messages alone,
-and operations are recorded with what they wait for; when all ranks have issued a step, their times
-are determined. A collective begins on all of its ranks when the last of them has reached it. Where
-the host computes itself (:class:`HostClock`), it waits for the other threads as training would.
+If the host runs ahead of the device (:class:`DeviceClock`), only messages delay the host.
+Operations are recorded with their dependencies, and their times are determined when all ranks have
+issued a step. A collective begins on all of its ranks when the last of them has reached it. If the
+host computes itself (:class:`HostClock`), it waits for the other threads as training would.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ CALLS_OF_SENDING, CALLS_OF_READING = 4, 2
 
 
 class Node:
-    """An operation of one rank: its end, once :func:`resolve` knows it.
+    """An operation of one rank. :func:`resolve` sets its end.
 
     Attributes:
-        begin_after: the host's time when it was issued.
-        after: nodes that it waits for.
-        seconds: duration.
-        end_after: the host's time when all of it was issued.
-        peers: the same collective on all of its ranks; None: it is no collective.
-        end: when it is over; None: not resolved.
-        awaited: of compute, with phases: what else it waits for.
-        clock, lane: where it runs.
+        begin_after: The host's time when the operation was issued.
+        after: Nodes that it waits for.
+        seconds: Its duration.
+        end_after: The host's time when all of it was issued.
+        peers: The same collective on all of its ranks; None: it is no collective.
+        end: The time at which it ends; None: not resolved.
+        awaited: For compute: further nodes that it waits for, each with the phase of the wait.
+        clock, lane: The clock and the name of the lane that run it.
     """
 
     __slots__ = (
@@ -61,7 +61,7 @@ class Node:
         "peers",
         "seconds",
     )
-    done = False  # the host does not know
+    done = False  # the host cannot query it
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Node:
 
     @property
     def everything_before(self) -> Iterator[Node]:
-        """Nodes that are resolved first."""
+        """Nodes that must be resolved before this one."""
         for each in self.peers or (self,):
             yield from each.after
             for awaited, _ in each.awaited:
@@ -90,23 +90,23 @@ class Node:
 
     @property
     def known_end(self) -> float:
-        """Its end, which is resolved."""
+        """The end of a resolved node."""
         assert self.end is not None
         return self.end
 
     @property
     def ready(self) -> float:
-        """When it could begin, but for what compute awaits."""
+        """The time at which the nodes in ``after`` have ended."""
         return max((each.known_end for each in self.after), default=0.0)
 
     def start(self) -> float:
-        """When this rank could begin it."""
+        """The earliest time at which this rank can begin the operation."""
         awaited = [each.known_end for each, _ in self.awaited]
         return max(self.begin_after, self.ready, *awaited)
 
 
 def resolve(nodes: Sequence[Node]) -> None:
-    """Determine the ends of ``nodes``, and what compute waits for."""
+    """Determine the ends of ``nodes``, and the times for which compute waits."""
     for first in nodes:
         stack = [first]
         while stack:
@@ -132,12 +132,13 @@ def resolve(nodes: Sequence[Node]) -> None:
 
 @dataclass
 class StepCosts:
-    """Of one rank and step.
+    """Costs of one step on one rank.
 
     Attributes:
-        exposed: seconds by (lane, phase).
-        compute: seconds of compute.
-        num_gathers, num_rounds: operations of its gather lanes that send; messages of rounds.
+        exposed: Seconds for which compute waits, by (lane, phase).
+        compute: Seconds of compute.
+        num_gathers: Number of operations on gather lanes that send.
+        num_rounds: Number of messages of rounds.
     """
 
     exposed: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
@@ -159,9 +160,9 @@ class _Message:
     """A host message in flight.
 
     Attributes:
-        content: the elementwise maximum of what ranks have sent.
-        num_sent: ranks that have sent.
-        sent: when the last of them did.
+        content: The elementwise maximum of the contents that ranks have sent.
+        num_sent: Number of ranks that have sent.
+        sent: The time at which the last of them sent.
     """
 
     content: bytes = b""
@@ -173,12 +174,13 @@ class Team:
     """All ranks. One thread runs at a time, the others wait for a message or at a barrier.
 
     Args:
-        sizes: of the mesh.
-        machine: of all ranks.
-        latency: of a host message.
+        sizes: Sizes of the mesh.
+        machine: The machine of all ranks.
+        latency: Seconds of a host message.
 
     Attributes:
-        holds_back: rounds gather a unit once several ranks need it (the engine does so).
+        holds_back: Whether rounds delay the gather of a unit until other ranks that will need it
+            soon need it too, as in the engine.
     """
 
     def __init__(self, sizes: Sequence[int], machine: fe.Machine, latency: float) -> None:
@@ -187,7 +189,7 @@ class Team:
         self.latency = latency
         self.num_ranks = math.prod(sizes)
         self.running = threading.Condition()
-        # By lane, group and number: what ranks have issued.
+        # The items that ranks have passed to join(), by lane, group and number.
         self.collectives: dict[tuple[str, int, int], list[Any]] = {}
         self.messages: dict[int, _Message] = {}
         self.holds_back = True
@@ -212,8 +214,8 @@ class Team:
         self.wait_until(lambda: self._generation > generation)
 
     def join(self, rank: int, lane: str, number: int, item: Any) -> list[Any]:
-        """A rank issues its collective of that number on ``lane``; returns those of all ranks of
-        its group that have issued it."""
+        """Add ``item`` for a rank's collective ``number`` on ``lane``. Returns the items of all
+        ranks of its group that have issued this collective."""
         inner = self.sizes[-1]
         group = rank // inner if lane.startswith("inner") else rank % inner
         found = self.collectives.setdefault((lane, group, number), [])
@@ -225,7 +227,7 @@ class Team:
         return self.sizes[-1] if lane.startswith("inner") else self.num_ranks // self.sizes[-1]
 
     def end_step(self) -> None:
-        """Nothing is in flight."""
+        """Clear messages and collectives, of which none is in flight."""
         self.messages.clear()
         self.collectives.clear()
 
@@ -279,9 +281,9 @@ class _Messages:
     """Host messages of one rank.
 
     Attributes:
-        team, rank: whose.
-        host: the host's time.
-        costs: of this step.
+        team, rank: All ranks, and the number of this one.
+        host: The host's time.
+        costs: Costs of this step.
     """
 
     def __init__(self, team: Team, rank: int) -> None:
@@ -309,8 +311,8 @@ class _Messages:
 
 
 class DeviceClock(_Messages):
-    """The host's time of one rank, and what it issues: [Note: Two clocks] in
-    ``simulation/clock.py``, for a machine whose host runs ahead."""
+    """The clock of one rank on a machine whose host runs ahead: the host's time, and the operations
+    that it issues. See [Note: Two clocks] in ``simulation/clock.py``."""
 
     def __init__(self, team: Team, rank: int) -> None:
         super().__init__(team, rank)
@@ -326,7 +328,7 @@ class DeviceClock(_Messages):
         self._last: Node | None = None
 
     def make_lanes(self, device: torch.device) -> Lanes:
-        """Of an engine."""
+        """Returns the lanes of an engine."""
         return Lanes(*self.lanes.values())  # type: ignore[arg-type]
 
     def note(self, node: Node) -> Node:
@@ -334,7 +336,7 @@ class DeviceClock(_Messages):
         self.nodes.append(node)
         return node
 
-    # For Operations, as ``simulation.clock.Clock``.
+    # The methods of ``simulation.clock.Clock`` that ``Operations`` calls.
 
     @property
     def lane_at_work(self) -> str | None:
@@ -342,11 +344,11 @@ class DeviceClock(_Messages):
         return None if self._at_work is None else self._at_work.name
 
     def call(self, count: int = 1) -> None:
-        """The host issues operations."""
+        """Add the host's time to issue ``count`` operations."""
         self.host += count * self.machine.host_seconds
 
     def compute(self, label: str, seconds: float) -> None:
-        """An operation of ``seconds``."""
+        """Record an operation that takes ``seconds``."""
         self.call()
         if self._at_work is not None:
             self._computed += seconds
@@ -358,12 +360,12 @@ class DeviceClock(_Messages):
         self.costs.compute += seconds
 
     def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
-        """Communication of ``seconds``."""
+        """Record communication that takes ``seconds``."""
         self.call()
         if self._at_work is not None:
             self._sending += seconds
 
-    # For lanes and messages.
+    # The methods that lanes and ``Team`` call.
 
     def run(self, lane: DeviceLane, operation: Operation, after: Sequence[Node]) -> Node:
         """Issue an operation on ``lane``."""
@@ -384,16 +386,16 @@ class DeviceClock(_Messages):
         return node
 
     def end_step(self) -> None:
-        """The host has issued a step."""
+        """Record the end of a step, of which the host has issued all operations."""
         self._last = self.note(Node(self, COMPUTE, self.host, [self.lanes[COMPUTE].last]))
         self._last.awaited, self.awaited = self.awaited, []
         self.lanes[COMPUTE].last = self._last
 
     def step_end(self, *, host_waits: bool) -> float:
-        """All ranks have issued a step: determine when this one's is over.
+        """Returns the time at which this rank's step ends. All ranks have issued the step.
 
         Args:
-            host_waits: the host waits for it.
+            host_waits: Whether the host waits for the end of the step.
         """
         resolve(self.nodes)
         self.nodes = []
@@ -403,7 +405,7 @@ class DeviceClock(_Messages):
         return self._last.known_end
 
     def exposed(self, node: Node) -> None:
-        """An operation of compute that awaits others is resolved."""
+        """Record the time for which a resolved operation of compute waited for other lanes."""
         ready = max(node.begin_after, node.ready)
         last, phase = max(node.awaited, key=lambda each: each[0].known_end)
         if last.known_end > ready and last.lane != COMPUTE:
@@ -411,7 +413,7 @@ class DeviceClock(_Messages):
 
 
 class HostClock(_Messages, Clock):
-    """The time of one rank that computes on the host: [Note: Two clocks] in
+    """The clock of one rank that computes on the host. See [Note: Two clocks] in
     ``simulation/clock.py``."""
 
     def __init__(self, team: Team, rank: int) -> None:
@@ -419,7 +421,7 @@ class HostClock(_Messages, Clock):
         _Messages.__init__(self, team, rank)
         self._num_collectives: Counter[str] = Counter()
         self._has_sent = False
-        # By the moment of a collective: when each rank could begin it, and this one.
+        # The moment of a collective, its start on all ranks, and on this one; by the moment's id.
         self._begun: dict[int, tuple[Moment, list[float], float]] = {}
 
     def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
@@ -466,14 +468,14 @@ class HostClock(_Messages, Clock):
         self.lanes[COMPUTE].free = self.host
 
     def end_step(self) -> None:
-        """The host has done a step."""
+        """Add the exposed times of a step to its costs."""
         for each in self.exposed:
             self.costs.exposed[each.lane, each.phase] += each.seconds
         self.spans.clear()
         self.exposed.clear()
 
     def step_end(self, *, host_waits: bool) -> float:
-        """All ranks have done a step: when this one's is over."""
+        """Returns the time at which this rank's step ends. All ranks have done the step."""
         return self.finish()
 
 
@@ -489,12 +491,12 @@ _RANK = threading.local()
 
 
 def set_rank(clock: RankClock) -> None:
-    """This thread is the rank of ``clock``."""
+    """Set the clock of the rank that runs on this thread."""
     _RANK.clock = clock
 
 
 class _Content:
-    """A host message; ``tolist`` is that of a tensor."""
+    """A host message that replaces a tensor and its all-reduce."""
 
     def __init__(self, content: bytearray) -> None:
         self.clock: RankClock = _RANK.clock
@@ -502,32 +504,32 @@ class _Content:
         self._content = bytes(content)
 
     def start(self) -> _Content:
-        """All-reduce it."""
+        """Start the all-reduce."""
         self.message = self.clock.start_message(self._content)
         return self
 
     def wait(self) -> None:
-        """Of the all-reduce."""
+        """Wait for the all-reduce."""
         assert self.message is not None
         self.clock.finish_message(self.message)
 
     def tolist(self) -> list[int]:
-        """The answer."""
+        """Returns the result of the all-reduce."""
         assert self.message is not None
         return list(self.message.content)
 
 
 class _OneEngine(dict[Any, int]):
-    """Numbers of rounds: all ranks share a process, and have one engine."""
+    """Replaces the count of ``GatherRounds`` by group: ranks share a process, and have one each."""
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """None were made."""
+        """Returns ``default``, so that the ``GatherRounds`` of all ranks have the same number."""
         return default
 
 
 @contextmanager
 def messages_between_threads() -> Iterator[None]:
-    """Within it, host messages go to the other threads."""
+    """Context in which host messages are exchanged between the threads of this process."""
 
     def send(content: _Content, group: object, op: str) -> _Content:
         assert op == "max"

@@ -11,7 +11,7 @@ import torch.distributed as dist
 # The example's files import each other as scripts do.
 from train_gpt import Job
 
-# By name of a job, of each evaluation the step and the held-out loss.
+# (step, held-out loss) of each evaluation, by name of the job.
 Curves = dict[str, list[tuple[int, float]]]
 
 
@@ -38,8 +38,8 @@ def compare(curves: Sequence[Curves], base_of: Mapping[str, str]) -> dict[str, d
     """Final losses by name, and their ratios to those of another job under the same seed.
 
     Args:
-        curves: of each seed.
-        base_of: by name, the job to compare with.
+        curves: The curves of each seed.
+        base_of: The name of the job to compare with, by name.
     """
     record: dict[str, dict[str, Any]] = {}
     for name, base in base_of.items():

@@ -85,10 +85,10 @@ def gathered_bytes(model: nn.Module, level: str, rules: Any = ()) -> int:
 
 
 def native_groups(mesh: DeviceMesh) -> tuple[dict[str, Any], Groups]:
-    """The model's sizes; and for each level bf16 gathers, fp8 with scales of rows, of blocks."""
+    """Returns the model's sizes, and for each level a group of engines: one for each ``NATIVE``."""
     config, num_sequences = model_config()
     if on_cuda():
-        # Time is short.
+        # Half of the layers, to save time.
         config = dataclasses.replace(config, num_layers=max(2, config.num_layers // 2))
     shape = (num_sequences, config.sequence_length)
     tokens = torch.randint(0, config.vocab_size, shape, device=the_device())
@@ -156,8 +156,8 @@ class LayerStack(nn.Module):
 
 
 def transformer_engine_groups(mesh: DeviceMesh) -> tuple[dict[str, Any], Groups]:
-    """The stack's sizes; and for each level bf16, and every recipe that the device supports, with
-    bf16 weights and with fp8 weights."""
+    """Returns the stack's sizes, and for each level a group of engines: bf16, and each recipe that
+    the device supports, with bf16 weights and with fp8 weights."""
     config, num_sequences = model_config()
     layers = max(2, config.num_layers // 2)
     sizes = {

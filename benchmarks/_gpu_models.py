@@ -98,7 +98,7 @@ class EmulatedCommunicator(Communicator):
     """This engine's collectives as device copies; see the module docstring.
 
     Attributes:
-        num_calls: of all instances.
+        num_calls: Number of calls of all instances.
     """
 
     num_calls = 0

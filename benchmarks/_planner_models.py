@@ -1,13 +1,14 @@
-"""Models whose memory is planned and measured by benchmarks only; few others are in the tests.
+"""Models whose memory benchmarks plan and measure. Tests use those of ``memory_models.py`` only.
 
-``MODELS``: ten, with the tests' own. ``HELD_OUT``: of other kinds, written after the planner, which
-was not tuned on them. ``WEIGHT_BOUND``: their weights are most of their memory, so that the peak is
-at the end of backward. There reductions are in flight, which ranks over gloo receive into memory
-of their own; peaks of other models are mostly where forward ends, and have none of it.
+``MODELS`` are ten models, including those of the tests. ``HELD_OUT`` are models of other kinds,
+written after the planner, which was not tuned on them. The memory of ``WEIGHT_BOUND`` models is
+mostly weights, so their peak is at the end of backward. Then reductions are in flight, for which
+gloo ranks allocate receive buffers. The peak of other models is mostly at the end of forward,
+without such buffers.
 """
 
 # mypy: disable-error-code="no-any-return"
-# What a tensor may be besides is not worth a model's while.
+# Calls of modules return Any. Annotating each result is not worthwhile.
 
 from __future__ import annotations
 
@@ -121,7 +122,7 @@ class UNet(nn.Module):
 
 
 class RoutedExperts(nn.Module):
-    """A loop over experts, each weighted by its gate; the largest gates alone are not zero."""
+    """A loop over experts, weighted by their gates. Only the ``top`` largest gates are not zero."""
 
     def __init__(self, width: int, num_experts: int, top: int) -> None:
         super().__init__()
@@ -178,11 +179,11 @@ class EncoderBlock(nn.Module):
 
 
 class PatchModel(nn.Module):
-    """Blocks over patches of images and a token of classes, of which the head reads the token.
+    """Blocks over patches of images and a class token, which the head reads.
 
     Args:
-        num_positions: Of a learned position for each patch and the token. Such a model has a norm
-            before the head.
+        num_positions: Number of learned positions, one for each patch and the token; 0: none. A
+            model with positions has a norm before the head.
         is_head_first: Whether the head is registered before the blocks.
     """
 

@@ -6,8 +6,8 @@ its input; the embedding is not sharded; logits are gathered for the loss, which
 logits (scripts/train.py).
 
 torchtitan, torchtitan/parallelisms/parallelize_llama.py of December 2024: sequence parallelism; one
-gather before attention and one before the MLP, in fp8 of linears in fp8; the embedding is sharded
-by rows; the loss is computed on sharded logits in fp32 (``loss_parallel``).
+gather before attention and one before the MLP (in fp8 if linears are in fp8); the embedding is
+sharded by rows; the loss is computed on sharded logits in fp32 (``loss_parallel``).
 
 Outputs of blocks are DTensors here, and local tensors in torchtitan, with the same collectives.
 """

@@ -46,12 +46,12 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2, no reshard": ("fsdp2", {"reshard_after_forward": False}),
     "DDP": ("ddp", {"find_unused_parameters": True}),
 }
-# Of which the time of a step is measured.
+# The ways whose step time is measured.
 TIMED = [way for way in WAYS if way != "DDP"]
 
 
 class Gated(Mlp):
-    """A block with a parameter more, which is read on rank 1 if at all."""
+    """A block with an additional parameter, which forward reads only if ``is_read``."""
 
     def __init__(self, is_read: bool) -> None:
         super().__init__(DIM, DIM)
@@ -66,8 +66,8 @@ class Model(nn.Module):
     """Blocks of four kernels in forward.
 
     Args:
-        unused: ranks on which a parameter of the last block is not read: "none", for which there is
-            no such parameter, "all" or "one".
+        unused: Ranks on which an additional parameter of the last block is not read: "all", or
+            "one" (rank 0). "none": there is no such parameter.
     """
 
     def __init__(self, unused: str = "none") -> None:

@@ -68,7 +68,7 @@ TARGETS = (
 
 
 def fill(optimizer: torch.optim.Optimizer) -> None:
-    """Create optimizer state without running a step."""
+    """Create optimizer state by a step with zero gradients."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)

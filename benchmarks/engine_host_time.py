@@ -2,10 +2,10 @@
 
     python benchmarks/engine_host_time.py                     # half a minute, a minute on a CPU
 
-One rank. Units are blocks of P parameters of 8 elements, so that a device waits for its host. Of
-each step are known the time, the operations (those that a simulation counts), and the calls of
-lanes. The time beyond that of a plain model's step, less that of the operations that the engine
-adds, is that of its own code; ``fsdp_engine/planner/simulation/clock.py`` has it by call of a lane.
+One rank. Units are blocks of P parameters of 8 elements, so that a device waits for its host. The
+script measures the time of a step, and counts its operations (as a simulation does) and calls of
+lanes. The time of the engine's own code is the step time minus that of a plain model and that of
+the added operations. ``fsdp_engine/planner/simulation/clock.py`` has this time per call of a lane.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def count_steps(way: str, num_experts: int, num_tokens: int, num_steps: int) -> 
     model = GPT(config)
     for block in model.blocks:
         block.mlp = MoE(config, num_experts)
-    # Gradients of one layer may be in flight: each wait for a reduction would be a message, too.
+    # Allow gradients of one layer in flight, since each wait for a reduction sends a message, too.
     num_elements = sum(param.numel() for param in model.blocks[0].parameters())
     options = fe.Options(min_unit_size=0, staging_limit=num_elements)
     engine = fe.shard(model, strategy=LEVEL, units=WAYS[way], options=options)

@@ -3,7 +3,7 @@
     python benchmarks/expert_gathers_clock.py [--cases 64,8,16 8,64,16] [--blocks 2] [--steps 2]
 
 Nodes of 8 H100, gathers and reductions in bf16. A case is a number of ranks, of experts, and of
-tokens of each rank. It replaces the same case of the results file. Each block has attention of
+tokens of each rank. Its results replace those of the case in the file. Each block has attention of
 width 4,096 and experts of 1.4B parameters in all, as Mixtral 8x7B has: 8 experts of hidden size
 14,336, or 64 or 128 smaller ones. Each token uses two experts, drawn uniformly and anew on each
 rank and in each step. "one unit": a block and all of its experts are one unit, without

@@ -2,11 +2,12 @@
 
     python benchmarks/fixed_order_sums.py [--steps 100] [--rounds 6] [--ways "AdamW, bf16" ...]
 
-A GPT with dropout trains on random numbers, 24 leaves of two sequences a step, clipped. The first
-part compares hashes of weights, optimizer state and norms after ``--steps`` steps, of which another
-number of ranks has run the first half. In bf16 two levels are compared, in fp32 all. ``--ways``
-keeps earlier results of the others. The second part times a step on two ranks beside one of the
-plain engine with the same microbatches, and finds the peaks of the engine's memory and gradients.
+A GPT with dropout trains on random numbers. A step has 24 leaves of two sequences, and gradients
+are clipped. The first part compares hashes of weights, optimizer state and norms after ``--steps``
+steps; each run resumes half way from a checkpoint of another number of ranks. In bf16 two levels
+are compared, in fp32 all. Results of ways that are not in ``--ways`` stay in the file. The second
+part times a step on two ranks beside one of the plain engine with the same microbatches, and finds
+the peaks of the engine's memory and gradients.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ def train(
         if isinstance(value, Tensor)
     }
     found = {"weights": digest(engine.full_state_dict()), "norms": digest({"": torch.stack(norms)})}
-    # State of owners is on one rank each: loaded by another job it is compared by its weights.
+    # Muon's state of a matrix is on its owner only. Equal weights after a resume compare it.
     return found if "Muon" in way else {**found, "state": digest(state)}
 
 

@@ -2,14 +2,14 @@
 
     python benchmarks/fp8_training.py [--steps 400] [--seeds 3] [--count-only]
 
-Model, text, order of the data and schedule are those of ``examples/train_gpt.py``. Parameters are
-computed with in bf16 and gathered in bf16, or as fp8 with a scale per tensor, row or block. All
-four are trained alternately, step by step on the same batches, from the same weights, for each
-seed. The final held-out loss is compared with that of bf16 gathers with the same seed.
+Model, text, order of the data and schedule are those of ``examples/train_gpt.py``. Compute is in
+bf16; parameters are gathered in bf16, or as fp8 with a scale per tensor, row or block. All four are
+trained alternately, step by step on the same batches, from the same weights, for each seed. The
+final held-out loss is compared with that of bf16 gathers with the same seed.
 
 Bytes are counted, not computed: those that this rank sends in one step on the group of gathers, by
 dtype. Amaxes are all-reduced, which counts as a reduce-scatter and an all-gather. The vectors of a
-model are gathered in bf16 in all cases, so fp8 replaces bf16's total without the vectors' bytes.
+model are always gathered in bf16, so bytes of fp8 are compared with those of matrices in bf16.
 Payloads are compared with the layouts' sizes and ``describe()``'s gathers.
 """
 
@@ -181,7 +181,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--count-only", action="store_true", help="of the results, renew the bytes")
+    parser.add_argument(
+        "--count-only", action="store_true", help="only count bytes; keep the losses"
+    )
     args = parser.parse_args()
     results: dict[str, Any] = {"steps": args.steps}
     written = harness.RESULTS / f"{NAME}.json"

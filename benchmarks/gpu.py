@@ -19,9 +19,9 @@ is not included; memory bandwidth is shared with compute, as with real collectiv
 *..., 16 sequences*: the same with a batch four times as large, whose step takes long enough on the
 device that no engine waits for its host.
 
-*..., captured*: some of the engines beside themselves with the whole step in a CUDA graph, which
-the host launches at once. A captured engine has taken two steps before its first loss here. torch
-does not count the memory of a graph's pool, so its peak is not known.
+*..., captured*: some of the engines, each also with its whole step in a CUDA graph, which the host
+launches at once. A captured engine has taken two steps before its first loss here. torch does not
+count the memory of a graph's pool, so its peak is not known.
 
 *fp8, native*, *fp8, Transformer Engine*: every level over NCCL with one rank, with fp8 weights
 against bf16 ones: time, memory, and bytes gathered, by the planner's formulas, since one rank
@@ -165,8 +165,15 @@ def time_steps(
 
 
 def timing_section(num_ranks: int, rounds: int, out: Path, *, larger: bool, captures: bool) -> None:
-    """Measure engines as rank 0 of ``num_ranks``: all, with a larger batch if asked, or some beside
-    their captured steps."""
+    """Measure engines as rank 0 of ``num_ranks``.
+
+    Args:
+        num_ranks: Number of ranks, emulated if greater than 1.
+        rounds: Number of measured steps of each engine.
+        out: File for the results.
+        larger: Use a batch four times as large.
+        captures: Measure only some engines, with and without captured steps.
+    """
     mesh = start(num_ranks)
     config, num_sequences = model_config()
     num_sequences *= 4 if larger else 1
@@ -247,7 +254,7 @@ def fp8_section(name: str, rounds: int, out: Path) -> None:
 
 
 def sanitizer_section(num_ranks: int, out: Path) -> None:
-    """Run steps of a small model at every level. Returns reports of the sanitizer, if enabled."""
+    """Run steps of a small model at every level, and write the sanitizer's reports to ``out``."""
     mesh = start(num_ranks)
     record: dict[str, str] = {}
     for level in LEVELS:
@@ -258,7 +265,7 @@ def sanitizer_section(num_ranks: int, out: Path) -> None:
     if on_cuda():
 
         def wait_for_nothing(lane: DeviceLane, *tickets: Any) -> None:
-            """What a lane does that orders nothing."""
+            """Do nothing, so that the lane does not wait."""
 
         DeviceLane.wait = wait_for_nothing  # type: ignore[method-assign,assignment]
         name = "control: lanes that do not wait (must be reported)"

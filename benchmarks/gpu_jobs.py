@@ -57,7 +57,7 @@ def llama(
         num_attention_heads=heads,
         num_key_value_heads=groups,
         vocab_size=vocabulary,
-        use_cache=False,  # with a cache Dynamo compiles another block for each layer, at most eight
+        use_cache=False,  # with a cache, Dynamo recompiles blocks, up to its limit
     )
     return LlamaForCausalLM(config)
 
@@ -67,11 +67,11 @@ class Job:
     """A job.
 
     Attributes:
-        build: the model.
-        vocabulary: of its tokens.
-        rows, length: sequences in a batch, and their tokens.
-        compiled: blocks are compiled.
-        options: of ``fe.shard``.
+        build: Builds the model.
+        vocabulary: Number of distinct tokens.
+        rows, length: Number of sequences in a batch, and of tokens in each.
+        compiled: Whether blocks are compiled.
+        options: Options of ``fe.shard``.
     """
 
     build: Build

@@ -74,7 +74,7 @@ def watch(seconds: float) -> dict[str, float]:
     step()
     before, began, steps = processor_seconds(), time.perf_counter(), 0
     over = torch.zeros(())
-    while not over:  # of rank 0, so that both run the same steps
+    while not over:  # rank 0's value, so that both run the same steps
         step()
         steps += 1
         over.fill_(time.perf_counter() - began > seconds)

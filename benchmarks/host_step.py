@@ -4,25 +4,25 @@
         [--packages SITE_PACKAGES]
 
 *step*: one rank at level 3 with ``--elements`` millions in 100 matrices, on 1 and on 2 threads. All
-optimizers step on the same memory: fp32 weights, gradients and AdamW's state, 16 bytes of an
-element. The bound is 28 bytes of an element (weight, gradient and state are read; weight and state
-are written) over the bandwidth that torch reaches on the same threads, between the same steps:
+optimizers step on the same memory: fp32 weights, gradients and AdamW's state, 16 bytes per
+element. The bound is 28 bytes per element (weight, gradient and state are read; weight and state
+are written) over the bandwidth that torch reaches on the same threads, measured between the steps:
 the fastest of a copy, STREAM's triad, and a scaling in place.
 
-``DeepSpeedCPUAdam`` needs DeepSpeed, which ``--packages`` may name a folder for; it compiles its
-kernel with the first use::
+``DeepSpeedCPUAdam`` needs DeepSpeed, for example in the folder ``--packages``. It compiles its
+kernel on first use::
 
     python -m venv /tmp/deepspeed && /tmp/deepspeed/bin/pip install torch==2.13.0 setuptools ninja
     DS_BUILD_OPS=0 /tmp/deepspeed/bin/pip install --no-build-isolation deepspeed
     python benchmarks/host_step.py --packages /tmp/deepspeed/lib/python3.11/site-packages
 
-torchao's ``CPUOffloadOptimizer`` asserts an accelerator. On its host it calls a fused AdamW for
-each parameter: that is measured.
+torchao's ``CPUOffloadOptimizer`` requires an accelerator. On the host it calls a fused AdamW for
+each parameter. The script measures these calls.
 
 *ranks*: 1 to 8 ranks share ``RANKS_ELEMENTS`` at level 3, with AdamW's fused or default step and
-state in memory or on disk. Each rank has one thread, as torchrun sets it; or as many as there are
-cores, by ``OMP_NUM_THREADS``; or as many as the engine leaves where no number is set. Seconds are
-until the last rank has stepped. Each section takes some minutes.
+state in memory or on disk. Each rank has one thread, as torchrun sets it; one thread per core
+(``OMP_NUM_THREADS``); or, without ``OMP_NUM_THREADS``, the number that the engine sets. The time
+ends when the last rank has stepped. Each section takes some minutes.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def step_times(num_threads: int, num_elements: float, rounds: int) -> dict[str, 
 
 
 def use_threads(num_threads: int) -> None:
-    """Of a rank."""
+    """Set the number of this rank's threads."""
     torch.set_num_threads(num_threads)
 
 
@@ -196,7 +196,7 @@ def rank_times(rounds: int, folder: str) -> dict[str, list[float]]:
 
 @contextmanager
 def omp_threads(num_threads: int | None) -> Iterator[None]:
-    """Every OpenMP runtime of processes that start within has so many threads."""
+    """Context in which new processes have this ``OMP_NUM_THREADS``; None: the variable is unset."""
     before = os.environ.pop("OMP_NUM_THREADS", None)
     if num_threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
@@ -211,8 +211,8 @@ def omp_threads(num_threads: int | None) -> Iterator[None]:
 def in_ranks(
     num_ranks: int, num_threads: int | None, function: Callable[..., Any], *args: Any
 ) -> Any:
-    """What ``function`` returns on rank 0, with so many threads on each rank; None: no number is
-    set, and torch takes all cores."""
+    """Run ``function`` on ranks with ``num_threads`` threads each (None: not set, torch uses all
+    cores), and return rank 0's result."""
     with omp_threads(num_threads):
         set_up = partial(use_threads, num_threads or os.cpu_count() or 1)
         return harness.run_ranks(function, num_ranks, *args, set_up=set_up)
@@ -250,13 +250,13 @@ def main() -> None:
     parser.add_argument("--elements", type=float, default=500, help="millions")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--packages", help="a folder of packages with DeepSpeed")
-    parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="for state on disk")
     parser.add_argument("--sections", nargs="+", default=["step", "ranks"])
     options = parser.parse_args()
     path = harness.RESULTS / "host_step.json"
     results: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
     if options.packages:
-        # Ranks have this path. At its end: other packages stay those of this environment.
+        # Ranks inherit this path. Packages of this environment come first.
         sys.path.append(options.packages)
         scripts = os.path.join(options.packages, "..", "..", "..", "bin")
         os.environ["PATH"] = os.pathsep.join([scripts, os.environ["PATH"]])  # ninja

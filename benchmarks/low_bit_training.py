@@ -6,9 +6,9 @@ Needs torchao, bitsandbytes and pytorch_optimizer (``pip install --no-deps``). M
 the data and schedule are those of ``examples/train_gpt.py``, at level ``optim_grads_params`` on
 gloo. All optimizers are AdamW with the same hyperparameters, and are trained alternately, step by
 step on the same batches, from the same weights, for each seed. The final held-out loss is compared
-with that of state in 32 bits with the same seed. Main weights are fp32, but for two: FlashAdamW
-with bf16 weights and 8 bits more of each, and torchao's with bf16 weights that are rounded
-stochastically. These two are compared with fp32 main weights that compute in bf16.
+with that of state in 32 bits with the same seed. Main weights are fp32, except with two optimizers:
+FlashAdamW has bf16 weights and 8 more bits of each; one of torchao's has bf16 weights that are
+rounded stochastically. These two are compared with AdamW with fp32 main weights and bf16 compute.
 
 Bytes of an element are those of one rank's state after the last step, with scales, maps of codes
 and state of vectors, which is kept in 32 bits.
@@ -62,7 +62,7 @@ def _flash(groups: list[dict[str, Any]]) -> Any:
     return pytorch_optimizer.FlashAdamW(groups, lr=1e-3, betas=(0.9, 0.98), master_weight_bits=24)
 
 
-# The optimizer (None: the example's), the dtype of compute weights, whether main weights have it.
+# The optimizer (None: the example's), the compute dtype, whether main weights have this dtype.
 KINDS: dict[str, tuple[Any, str, bool]] = {
     FP32: (None, "fp32", False),
     "torchao AdamW8bit": (_torchao("AdamW8bit"), "fp32", False),

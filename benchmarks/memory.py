@@ -147,13 +147,13 @@ class StorageTracker(TorchDispatchMode):
             self.is_gradient.add(number)
 
     def note_kept(self, tensor: Tensor) -> None:
-        """The memory of ``tensor`` is the engine's, also where it was noted as other before."""
+        """Record that the memory of ``tensor`` is the engine's, whatever was recorded before."""
         number = self.note(tensor.untyped_storage(), ENGINE)
         self.kind[number] = ENGINE
         self.is_gradient.discard(number)
 
     def watch_gradients(self, model: nn.Module) -> None:
-        """Register hooks on the parameters that modules compute with, when they are installed."""
+        """Before a module's forward, register hooks on the parameters installed in it."""
         seen: set[int] = set()
 
         def watch(module: nn.Module, args: Any) -> None:
@@ -258,9 +258,9 @@ def track(
     """The result of ``build`` for a GPT, and the bytes of its last step.
 
     Args:
-        config: of the GPT.
-        build: shards the model, or wraps it in DDP.
-        autocasts: forward runs in bf16 by autocast. Its casts of weights are not counted.
+        config: Config of the GPT.
+        build: Shards the model, or wraps it in DDP.
+        autocasts: Whether forward runs in bf16 by autocast. Its casts of weights are not counted.
     """
     torch.manual_seed(0)
     model = GPT(config)
@@ -269,7 +269,7 @@ def track(
     with tracker.on():
         engine = build(model)
     is_ddp = isinstance(engine, DistributedDataParallel)
-    if is_ddp:  # the model's own parameters stay
+    if is_ddp:  # DDP keeps the model's parameters
         for param in model.parameters():
             tracker.note_kept(param)
     tracker.watch_gradients(model)
@@ -437,14 +437,14 @@ def report(precision: str, runs: dict[str, Any]) -> None:
     columns = ["rest MiB", "peak MiB", "x FSDP2", "transient MiB", "x FSDP2", "B/element*"]
     columns += ["autograd's*", "scratch*", "= booked"]
     harness.print_table(f"{precision}: peak of a step", ["engine", *columns], rows)
-    print("* bytes for each element of one unit: transient; of it autograd's gradients; scratch.\n")
+    print("* bytes per element of a unit: transient, of which autograd's gradients; and scratch.\n")
     if precision in TARGETS:
         limit, found = TARGETS[precision], ours[ONE_UNIT]["over FSDP2"]["transient"]
         own = ours[ONE_UNIT]["own transient"] / base["transient"]
         print(
             f"{ONE_UNIT}: transient {found:.3f} x FSDP2's, at most {limit}: "
-            f"{_verdict(found <= limit)}. Without the gradient that autograd has just made, of one "
-            f"parameter at a time, which the engine cannot avoid: {own:.3f}\n"
+            f"{_verdict(found <= limit)}. Without the one full gradient at a time that autograd "
+            f"allocates in any engine: {own:.3f}\n"
         )
 
 

@@ -31,7 +31,7 @@ LEFT_OUT = 0.1
 
 
 class SomeBlocks(nn.ModuleList):
-    """Blocks of which a loop over them leaves out some."""
+    """A list of blocks. Iterating over it skips random blocks."""
 
     def __init__(self, blocks: nn.ModuleList, draw: random.Random) -> None:
         super().__init__(blocks)

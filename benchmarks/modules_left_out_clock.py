@@ -7,16 +7,16 @@ in bf16. ``cpu``: the two gloo ranks and the GPT of 10M of ``modules_left_out.py
 as calibrated, beside the measured ratios.
 
 The engine of every rank runs, in a thread of one process (``_clock_of_ranks.py``): forwards,
-backwards, votes, rounds and the message of the step are those of training. Simulated are times.
-Operations and collectives take those of ``fe.simulate`` (docs/internals/simulation.md), a
-collective begins when all of its ranks have reached it, and a host message is answered ``latency``
-after the last rank has sent it. At the end of a step the host waits for its device, as a loop that
-logs the loss does.
+backwards, votes, rounds and the message of the step are those of training. Only times are
+simulated. Operations and collectives take the times of ``fe.simulate``
+(docs/internals/simulation.md), a collective begins when all of its ranks have reached it, and a
+host message is answered ``latency`` after the last rank has sent it. At the end of a step the host
+waits for its device, as a loop that logs the loss does.
 
 "all blocks" is a step without ``engine.together()``; it is also the step of ranks that run the
 blocks that they could leave out ("dummy passes"). Within "10 % left out" each rank leaves out each
-block with probability 0.1, drawn anew by each rank in each step. "at once" is without the rule that
-a unit which other ranks will need soon is gathered when they need it, too.
+block with probability 0.1, drawn anew by each rank in each step. In "at once", a unit is gathered
+as soon as one rank needs it; the engine delays it until ranks that will need it soon need it, too.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MICRO = 1e-6
 
 
 class SomeBlocks(nn.ModuleList):
-    """Blocks of which a loop over them leaves out some, while ``left_out`` is not 0."""
+    """A list of blocks. Iterating over it skips each block with probability ``left_out``."""
 
     def __init__(self, blocks: nn.ModuleList, draw: random.Random) -> None:
         super().__init__(blocks)
@@ -79,12 +79,13 @@ class Way:
     """A kind of step.
 
     Attributes:
-        name: in tables.
-        together: within the context.
-        left_out: the share of blocks.
-        holds_back: see :class:`Team`.
-        host_waits: for the end of the step. False: as ``fe.simulate`` has it.
-        num_warmup: steps that are not counted, until orders are recorded.
+        name: The name in tables.
+        together: Whether the step runs within ``engine.together()``.
+        left_out: The fraction of blocks that each rank leaves out.
+        holds_back: See :class:`Team`.
+        host_waits: Whether the host waits for the end of the step. False, as in ``fe.simulate``: it
+            runs ahead.
+        num_warmup: Number of steps that are not counted, until orders are recorded.
     """
 
     name: str
@@ -112,12 +113,12 @@ class Job:
     """What ranks train.
 
     Attributes:
-        sizes: of the mesh.
-        machine: of a rank.
-        build: makes the model, whose attribute ``blocks`` is a list.
-        make_batch: its inputs.
-        policy: dtypes.
-        arguments: other arguments of ``fe.shard``.
+        sizes: Sizes of the mesh.
+        machine: The machine of the ranks.
+        build: Builds the model, whose attribute ``blocks`` is a list.
+        make_batch: Makes the model's inputs.
+        policy: The policy of dtypes.
+        arguments: Other arguments of ``fe.shard``.
     """
 
     sizes: tuple[int, ...]
@@ -132,10 +133,10 @@ class Ranks:
     """Runs the steps of all ranks.
 
     Args:
-        job: theirs.
-        latency: seconds of a host message.
-        num_steps: of each way that draws, after those that warm up.
-        ways: kinds of steps.
+        job: The job that the ranks train.
+        latency: Seconds of a host message.
+        num_steps: Number of measured steps of each way with random modules.
+        ways: Kinds of steps.
     """
 
     def __init__(
@@ -228,7 +229,7 @@ class Ranks:
         return set_left_out
 
     def _end_step(self, way: Way) -> None:
-        """All ranks have issued a step."""
+        """Record the costs of a step that all ranks have issued."""
         end = max(clock.step_end(host_waits=way.host_waits) for clock in self._clocks)
         self._team.end_step()
         costs = [clock.costs for clock in self._clocks]
@@ -246,7 +247,7 @@ class Ranks:
 
 
 class _Nothing:
-    """Of tensors' memory nothing is tracked."""
+    """A tracker that tracks no memory."""
 
     has_places = False
 
@@ -261,10 +262,10 @@ class _Nothing:
 
 
 def check_clock(job: Job, found: dict[str, list[dict[str, float]]]) -> None:
-    """Ranks that agree have to take the time of ``fe.simulate``.
+    """Check that ranks that use the same modules take the time of ``fe.simulate``.
 
     Raises:
-        AssertionError: they do not.
+        AssertionError: The times differ.
     """
     expected = fe.simulate(
         job.build,
@@ -276,7 +277,7 @@ def check_clock(job: Job, found: dict[str, list[dict[str, float]]]) -> None:
         mp_policy=job.policy,
     )
     seconds = found.pop(CHECK.name)[0]["seconds"]
-    # Which does not count messages of the host.
+    # fe.simulate does not include host messages.
     assert abs(seconds / expected.seconds - 1) < 1e-3, (seconds, expected.seconds)
 
 
@@ -319,7 +320,7 @@ def show(title: str, ways: dict[str, Any], ratio: str = "over all blocks") -> No
 def run_h100(
     latency: float, sizes: tuple[int, ...], num_blocks: int, num_steps: int
 ) -> dict[str, Any]:
-    """Of each way."""
+    """Returns the spreads of each way on simulated H100s."""
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     tokens = torch.zeros(1, 4096, dtype=torch.long)
     shape = replace(LlamaShape(), num_blocks=num_blocks)
@@ -330,7 +331,7 @@ def run_h100(
 
 
 def run_cpu(num_steps: int) -> dict[str, Any]:
-    """Predicted, and as measured."""
+    """Returns the spreads predicted for this machine, and the measured ratios."""
     machine = calibrate()
     config, num_sequences = SIZES["10M"]
     shape = (num_sequences, config.sequence_length)

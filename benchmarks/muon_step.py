@@ -8,15 +8,15 @@ The ways take turns:
 - *no_shard, as it is*: plain parameters; every rank steps all matrices.
 - *FSDP2*: torch's ``fully_shard``, whose DTensors are gathered by each product of the step.
 - *owners*: ``fe.shard_optimizer`` at levels 3 and 0, and at level 3 with whole matrices as granules
-  (matrices are not cut, so those of a rank's own shard travel only where that makes work even).
+  (a matrix is on one rank, which sends it to another owner only to balance the work).
 
-Bytes are those of the parts that ranks send in a step, all ranks together. The bound of a sharded
-one is a gather and a scatter of the matrices: each byte of a gradient goes to the owner, and each
-byte of a weight back, unless it lies there.
+Bytes are those that all ranks together send in a step. The bound of a step with sharded parameters
+is a gather and a scatter of the matrices: each byte of a gradient is sent to the owner, and each
+byte of a weight back, except those that are already on the right rank.
 
-*shares*: for models of 8B and of 101B parameters with experts, the largest share of the work of a
-rank, of the mean, and of what whole matrices allow (:func:`~.ownership.least_share`). Beside them
-the time of a step on H100s by formula: products of Newton-Schulz iterations at ``UTILISATION``
+*shares*: for models of 8B and of 101B parameters with experts, the largest work of a rank, relative
+to the mean and to the least that whole matrices allow (:func:`~.ownership.least_share`). Beside
+them the time of a step on H100s by formula: products of Newton-Schulz iterations at ``UTILISATION``
 of the peak of bf16, messages at the bandwidth between nodes, in chunks that overlap.
 """
 
@@ -127,7 +127,7 @@ def step_times(rounds: int, num_blocks: int, width: int) -> dict[str, Any]:
 
 
 def bytes_sent(step: Callable[[], None]) -> int:
-    """Of parts that all ranks send to others in a step."""
+    """Bytes that all ranks together send in a step."""
     sizes: list[int] = []
     exchange = Communicator.exchange
 

@@ -3,10 +3,10 @@
     python benchmarks/node_losses.py [--kills 100] [--nodes 3]
 
 ``examples/train_gpt.py`` runs at level 3 under torchrun, one rank on each node; a node is an agent
-of torchrun with a folder in ``/dev/shm`` of its own. At random moments one of them is lost: a
-worker is killed by SIGKILL, or a node: its agent, its worker and its folder. A lost node is
-replaced by one with an empty folder. There is no other checkpoint before the end. Then weights and
-optimizer state are compared with those of a run without losses, bit for bit.
+of torchrun with a folder in ``/dev/shm`` of its own. At random moments a worker is killed by
+SIGKILL, or a node is lost with its agent, worker and folder. A lost node is replaced by one with an
+empty folder. There is no other checkpoint before the end. Then weights and optimizer state are
+compared with those of a run without losses, bit for bit.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class Cluster:
     """Nodes of a job on this machine, and the store in which they meet.
 
     Args:
-        num_nodes: that train.
-        folder: of logs and of the run.
-        memory: in which each node has a folder.
-        steps: of the run.
+        num_nodes: Number of nodes that train.
+        folder: Folder of logs and of the run.
+        memory: Folder in memory, in which each node has a folder.
+        steps: Number of steps of the run.
     """
 
     def __init__(self, num_nodes: int, folder: Path, memory: Path, steps: int) -> None:
@@ -158,7 +158,8 @@ def kill(agent: subprocess.Popen[bytes]) -> None:
 def train(
     num_nodes: int, num_kills: int, folder: Path, memory: Path, steps: int
 ) -> dict[str, list[float]]:
-    """Train with losses; returns, by kind, seconds from each to the next checkpoint."""
+    """Train, and lose workers and nodes. Returns the seconds from each loss to the next checkpoint,
+    by kind of loss."""
     draw = random.Random(0)
     folder.mkdir()
     seconds: dict[str, list[float]] = {"worker": [], "node": []}

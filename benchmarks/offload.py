@@ -52,20 +52,20 @@ LEVEL = "optim_grads_params"
 MIB = 1 << 20
 PIECES = (1, 4, 16, 64)  # MiB
 HEADROOM = 1.08
-STATE_BYTES = 8  # AdamW's, of an element
-BYTES = 16  # and its fp32 weight and gradient
+STATE_BYTES = 8  # of AdamW, per element
+BYTES = 16  # of AdamW, fp32 weight and gradient, per element
 ON_DISK, BUFFERED, IN_MEMORY = "state on disk", "state on disk, buffered", "state in memory"
 ALL_ON_DISK = "all on disk"
 PLAIN, PLAIN_DIRECT = "plain copy", "plain copy, O_DIRECT"
 
 
 class PlainFile:
-    """A file without a name of ``num_bytes``, a multiple of 4096, and memory of that size.
+    """An unlinked file of ``num_bytes``, a multiple of 4096, and memory of that size.
 
     Attributes:
-        memory: page-aligned.
-        shifted: as large, aligned to 64 bytes only, as tensors are.
-        file: descriptor, buffered or with ``O_DIRECT``.
+        memory: Page-aligned memory.
+        shifted: Memory of the same size that is aligned to 64 bytes only, as tensors are.
+        file: The file's descriptor, buffered or with ``O_DIRECT``.
     """
 
     def __init__(self, num_bytes: int, folder: str, is_direct: bool) -> None:
@@ -84,7 +84,7 @@ class PlainFile:
         self.forget()
 
     def forget(self) -> None:
-        """The page cache holds nothing of it."""
+        """Evict the file from the page cache."""
         os.posix_fadvise(self.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def _places(self, piece: int) -> Iterator[tuple[int, int]]:
@@ -116,7 +116,7 @@ class PlainFile:
             os.pwritev(self.file, [staged], start)
 
     def synchronize(self) -> None:
-        """Until it is on the disk; the page cache holds nothing of it."""
+        """Wait until the file is on the disk, and evict it from the page cache."""
         os.fdatasync(self.file)
         self.forget()
 
@@ -169,7 +169,7 @@ def rates(num_bytes: int, rounds: int, folder: str) -> dict[str, Any]:
 
 @contextmanager
 def without_direct_writes() -> Iterator[None]:
-    """Blocks that are made within use the page cache."""
+    """Context in which new ``DiskBlock``s use the page cache."""
     original = disk_memory._open_direct
     disk_memory._open_direct = lambda name: None
     try:
@@ -212,7 +212,7 @@ def steps(size: str, rounds: int, folder: str) -> dict[str, Any]:
 
 
 def step_time(size: str, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds, and rates of steps to those of plain copies, by number of ranks."""
+    """Seconds of steps, and ratios of their rates to those of plain copies, by number of ranks."""
     results: dict[str, Any] = {"size": size}
     for num_ranks in (1, 2):
         found = harness.run_ranks(steps, num_ranks, size, rounds, folder)
@@ -253,7 +253,7 @@ def train(
     config: GPTConfig, offload: fe.Offload | None, num_steps: int, cap: int | None
 ) -> dict[str, Any]:
     """Train under a cap on this rank's memory above that at the start."""
-    dist.barrier()  # connections exist
+    dist.barrier()  # establishes connections, whose memory is then excluded
     reset_peak()
     start, start_data = resident("VmRSS"), resident("VmData")
     if cap is not None:
@@ -290,8 +290,8 @@ def train(
 
 
 def memory(num_layers: int, num_steps: int, folder: str) -> dict[str, Any]:
-    """Jobs with all in memory, with state on disk, and with all there, without a cap and under
-    one."""
+    """Run jobs with everything in memory, with state on disk, and with everything on disk, without
+    a cap on memory; then two of them with a cap."""
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(MIB)  # of the ranks' processes
     config = GPTConfig(sequence_length=64, num_layers=num_layers, width=1024, num_heads=16)
     everything = fe.Offload(

@@ -9,19 +9,19 @@ and on the host; on two machines: ``fe.H100``, whose eight GPUs share the memory
 the same whose copies are bound by PCIe alone.
 
 With the state on the host the optimizer's step is also simulated beside the next forward
-(``overlap_forward``), and there are bounds of the time by which it makes a step longer
-(:func:`beside`), and of steps on the host that begin in backward, before the norm of gradients is
-known (:func:`speculative`).
+(``overlap_forward``). Formulas give lower bounds of the time that it adds (:func:`beside`), and of
+steps on the host that begin in backward, before the norm of gradients is known
+(:func:`speculative`).
 
 The *bound* of optimizer state is the time that the copies' bytes take at least, both directions at
-once. The *step* of the optimizer is from the end of backward to the last copy: the rest of the
-simulated step with the state on the device, subtracted from the one with it on the host. The bound
-of everything on the host is a whole step's (:func:`everything`).
+once. The *step* of the optimizer is the time from the end of backward to the last copy: the
+simulated step with the state on the host, less forward and backward of the one with the state on
+the device. The bound of everything on the host is that of a whole step (:func:`everything`).
 
 Steps of FSDP2's CPUOffloadPolicy and of DeepSpeed's ZeRO-Offload are formulas (:func:`fsdp2`,
-:func:`zero_offload`): times that they cannot go below with all overlap that they have. They have
-everything on the host, and step there. Work on the host has one assumption in all of them, and in
-the simulation: it is bound by the host's memory alone.
+:func:`zero_offload`): lower bounds, with all overlap that these have. They have everything on the
+host, and step there. All formulas and the simulation assume that work on the host is bound by the
+host's memory alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OfPcieAlone(fe.Machine):
     """A machine whose copies are not bound by the host's memory; the host's own work is."""
 
     def link_to_state(self, place: str, num_ranks: int) -> TwoWayLink:
-        """That of one rank alone."""
+        """Returns the link of a rank that shares the host's memory with no other."""
         return super().link_to_state(place, 1)
 
 
@@ -74,7 +74,7 @@ OFFLOADS = {
 EVERYWHERE = {key: each for key, each in OFFLOADS.items() if key.startswith("everything")}
 # A step of AdamW in fp32 reads weights, gradients and two states, and writes all but gradients.
 ADAMW_BYTES = 4 * 4 + 3 * 4
-# Those that come to the device for a step there, and return.
+# Bytes of an element that a step on the device copies in and out.
 STEPPED_IN, STEPPED_OUT = 4 * 4, 3 * 4
 # Values that a step on the host changes: weights and two states.
 CHANGED_BYTES = 3 * 4
@@ -101,10 +101,10 @@ def fsdp2(elements: float, ranks: int, model: float, link: TwoWayLink) -> float:
     bound by the host's memory alone, as a fused AdamW with enough threads.
 
     Args:
-        elements: of a rank's shard.
-        ranks: of the job.
-        model: seconds of forward and backward without offload.
-        link: of a rank to the host.
+        elements: Number of elements of a rank's shard.
+        ranks: Number of ranks of the job.
+        model: Seconds of forward and backward without offload.
+        link: Link of a rank to the host.
     """
     copies = link.least_seconds(2 * 4 * elements, 4 * elements)
     return max(model, copies) + host_step(elements, ranks)
@@ -135,12 +135,13 @@ def everything(
     """Seconds of a step of this engine with everything on the host, at least, with the assumptions
     of :func:`fsdp2`.
 
-    The host casts weights to bf16 once, which come for each gather; reduced gradients in fp32 go to
-    the host. A step on the device waits for copies; one on the host is bound by its memory.
+    The host casts weights to bf16 once, and they are copied to the device for each gather; reduced
+    gradients in fp32 are copied to the host. A step on the device waits for copies; one on the host
+    is bound by its memory.
 
     Args:
         elements, ranks, model, link: see :func:`fsdp2`.
-        gathered: bytes that come for gathers.
+        gathered: Bytes that are copied to the device for gathers.
         step_on: "device" or "host".
     """
     copies = link.least_seconds(gathered, 4 * elements)
@@ -151,14 +152,14 @@ def everything(
 
 
 def beside(copies: float, forward: float, backward: float) -> dict[str, float]:
-    """Seconds by which copies make a step longer, at least, by what runs beside them.
+    """Seconds that copies add to a step, at least, by the work with which they overlap.
 
     A step beside backward begins with the gradients of one unit. With clipping it would have to be
     undone, since the norm is known at the end of backward.
 
     Args:
-        copies: the bound of copies.
-        forward, backward: their seconds.
+        copies: The bound of copies.
+        forward, backward: Seconds of forward and of backward.
     """
     beside_what = {"nothing": 0.0, "forward": forward, "backward": backward}
     beside_what["both"] = forward + backward
@@ -169,14 +170,14 @@ def speculative(elements: float, ranks: int, backward: float) -> dict[str, float
     """Seconds of a step on the host after backward, at least: one that waits for the norm of
     gradients, and one that begins in backward and is undone if the norm says so.
 
-    To undo it the old weights and states are kept. Either the step writes the new ones elsewhere,
-    which takes as many bytes of memory again and no time, or the old ones are copied before, which
-    are read and written once more. An undone step is done again: it takes all of its time after
-    backward.
+    To undo a step, the old weights and states are kept. Either the step writes the new ones to
+    other memory of the same size, which takes no time, or the old ones are copied before, which
+    reads and writes them once more. An undone step is repeated after backward, and takes all of its
+    time.
 
     Args:
         elements, ranks: see :func:`fsdp2`.
-        backward: its seconds.
+        backward: Seconds of backward.
     """
     step = host_step(elements, ranks)
     with_copies = host_step(elements, ranks, ADAMW_BYTES + 2 * CHANGED_BYTES)
@@ -193,7 +194,7 @@ def speculative(elements: float, ranks: int, backward: float) -> dict[str, float
 
 
 def phase_seconds(found: fe.Simulation, phase: str) -> float:
-    """From the begin to the end of compute's work of a phase."""
+    """Seconds from the start to the end of compute in a phase."""
     spans = [each for each in found.spans if (each.lane, each.phase) == (COMPUTE, phase)]
     return max(each.end for each in spans) - min(each.start for each in spans)
 

@@ -166,7 +166,7 @@ class Row:
         return "/".join(str(getattr(unit, f"{column}_buffers")) for unit in self.units)
 
 
-# The fields of a unit that count elements it takes, so that padding can be told from them.
+# The fields of UnitRow that count elements with padding.
 PERCENT_COLUMNS = tuple(
     field.name
     for field in fields(UnitRow)
@@ -236,12 +236,12 @@ def reason(row: Row, column: str, peer: str) -> str:
         )
     if column == "blocks" and peer == "shard0":
         if row.padding("blocks_floor") >= row.padding(peer):
-            return f"it cuts blocks; one a rank is already {show(row.percent('blocks_floor'))} %"
+            return f"it cuts blocks; one block a rank pads {show(row.percent('blocks_floor'))} %"
         return f"it cuts blocks; with blocks it pads {show(row.percent('shard0_with_blocks'))} %"
     if row.padding("default") >= row.padding(peer):
         return (
-            f"with free buffers {show(row.percent(free))} %; in shards of whole {ALIGNMENT}s even "
-            f"granule 1 pads {show(row.percent('default'))} %"
+            f"with free buffers {show(row.percent(free))} %; the alignment of shards to "
+            f"{ALIGNMENT} elements pads {show(row.percent('default'))} % even with granule 1"
         )
     return "no grouping of the granules into buffers pads less"
 

@@ -1,13 +1,13 @@
 """Planned peak memory for a machine of ``calibrate``, compared with that of two gloo ranks.
 
     python benchmarks/planner_calibrated.py
-    python benchmarks/planner_calibrated.py --machine machine.json    # of `calibrate`; not anew
+    python benchmarks/planner_calibrated.py --machine machine.json    # made by `calibrate`
 
 ``planner_memory.py`` plans for a machine with round figures. Here the figures are those of this
 machine, and the models (``_planner_models.py``) have their peak at the end of
 backward, where reductions are in flight: a U-Net, a mixture of experts, a vision transformer. The
-measured value is that of every live storage in the third step (``live_storages.py``). The same rows
-for ``fe.H100`` show what a device does not hold.
+measured value is that of every live storage in the third step (``live_storages.py``). Plans of the
+same runs for ``fe.H100`` show the peaks without memory that only ranks on a CPU allocate.
 """
 
 from __future__ import annotations

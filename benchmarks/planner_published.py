@@ -9,9 +9,9 @@ A plausibility check, not a measurement: other engines (FSDP2 for torchtitan's j
 of llm-foundry and of IBM) ran these jobs, fully sharded on one axis over all ranks, or within each
 node (HSDP). Their schedules are close to level 3 of this engine, and the machine model is from a
 data sheet and a few fractions (``simulation/machine.py``). The fraction of products on Hopper was
-chosen with ten of the jobs on H100 in view; nothing else was fitted to jobs. Those that are "held
-out" were planned after all figures had been chosen, except three of Hopper that other sources gave
-later: the rate of fp8, what products take beside flops, and the speed with a limit of 500 W.
+chosen with ten of the jobs on H100 in view; nothing else was fitted to jobs. Jobs that are "held
+out" were planned after the figures had been chosen. Only three figures of Hopper were added later,
+from other sources: the rate of fp8, the time of products beside flops, and the speed at 500 W.
 Sources are given with each job. Pipelines are in
 ``planner_published_pipelines.py``.
 """
@@ -170,22 +170,23 @@ class Job:
     """A job, and its published results.
 
     Attributes:
-        build: returns the model, on the meta device.
-        rows, length: of a microbatch of a rank, or of the ranks that share sequences and matrices.
-        recomputed: the activations that were recomputed in backward, according to the report: a key
+        build: Returns the model, on the meta device.
+        rows, length: Sequences, and tokens of each, in a microbatch of one rank (or of the ranks
+            that share sequences and matrices).
+        recomputed: The activations that were recomputed in backward, according to the report: a key
             of ``CHECKPOINTING``.
-        tokens_per_second: of one GPU, published.
-        gib: memory of one GPU, published; None: unpublished.
-        microbatches: per step.
-        policy: dtypes.
-        mesh: nodes and ranks of a node, of HSDP; None: one axis.
-        is_held_out: the job was added after the fraction of products was chosen.
-        loss: of the output, without labels; None: transformers' own.
-        tensor_parallel, context_parallel: ranks that share matrices, and sequences.
-        parallelize: applies tensor parallelism.
-        is_compiled: each block is compiled.
-        is_fp8: linears but the head multiply in fp8, with a scale for each tensor.
-        is_async: tensor parallelism is asynchronous.
+        tokens_per_second: Published speed of one GPU.
+        gib: Published memory of one GPU; None: unpublished.
+        microbatches: Number of microbatches per step.
+        policy: The policy of dtypes.
+        mesh: For HSDP, the number of nodes and of ranks in a node; None: one axis.
+        is_held_out: Whether the job was added after the fraction of products was chosen.
+        loss: Computes the loss from an output without labels; None: transformers' own loss.
+        tensor_parallel, context_parallel: Number of ranks that share matrices, and sequences.
+        parallelize: Applies tensor parallelism.
+        is_compiled: Whether each block is compiled.
+        is_fp8: Whether linears except the head multiply in fp8, with a scale for each tensor.
+        is_async: Whether tensor parallelism is asynchronous.
     """
 
     name: str
@@ -377,9 +378,9 @@ JOBS = [
     ),
 ]
 
-# torchtitan's report of A100s says "selective op" and "selective layer", which was each second one;
-# that of H100s "selective", which its configs of that time (llama3_8b.toml) have by operation.
-# IBM's jobs checkpoint "every n blocks"; HFU over MFU of their 13B is that of each second one.
+# In torchtitan's report of A100s, "selective layer" is every second block. In that of H100s,
+# "selective" is by operation, as in its configs of that time (llama3_8b.toml). IBM's jobs
+# checkpoint "every n blocks"; the ratio of HFU to MFU of their 13B model is that of n = 2.
 CHECKPOINTING = {
     "nothing": False,
     "every 2nd block": fe.Recompute(every=2),
@@ -591,7 +592,7 @@ def _is_of(job: Job, row: dict[str, Any]) -> bool:
     mine += [job.recomputed, job.tensor_parallel, job.context_parallel, job.is_compiled, job.is_fp8]
     names = ["job", "source", "machine", "ranks", "rows", "length"]
     names += ["recomputed", "tensor parallel", "context parallel", "compiled", "fp8"]
-    # Rows of before have no asynchronous jobs.
+    # Older rows have no key "asynchronous": none of their jobs was.
     return mine == [row[name] for name in names] and job.is_async == row.get("asynchronous", False)
 
 

@@ -250,7 +250,7 @@ def quick_plan(name: str, started: float) -> dict[str, Any]:
     """A quick plan of one model, in this process, by one thread.
 
     Args:
-        name: of the model.
+        name: Name of the model.
         started: ``time.time()`` at the start of the process.
     """
     torch.set_num_threads(1)
@@ -265,7 +265,7 @@ def quick_plan(name: str, started: float) -> dict[str, Any]:
     outcome = job.Job.outcome
 
     def timed(*args: Any) -> Outcome:
-        found = outcome(*args)  # of a deep model: by three simulations
+        found = outcome(*args)  # runs three simulations for a deep model
         rows.append(spent())
         return found
 
@@ -314,7 +314,7 @@ def main() -> None:
     """Run, print a table, write results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="a part of a model's name")
-    parser.add_argument("--afresh", action="store_true", help="share nothing; every ninth row")
+    parser.add_argument("--afresh", action="store_true", help="no operation cache; every ninth row")
     parser.add_argument("--quick", action="store_true", help="quick plans, also of 405B")
     parser.add_argument("--in-process", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -361,7 +361,7 @@ def main() -> None:
 
 
 def write(name: str, found: dict[str, Any], kind: str | None = None) -> None:
-    """Add results to those in a file, of a kind if it has several."""
+    """Update the results in a file, or those of one ``kind`` if the file has several."""
     path = harness.RESULTS / f"{name}.json"
     before = json.loads(path.read_text())["results"] if path.exists() else {}
     (before if kind is None else before.setdefault(kind, {})).update(found)

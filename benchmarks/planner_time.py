@@ -2,7 +2,7 @@
 
     python benchmarks/planner_time.py
     python benchmarks/planner_time.py --rounds 4 --models gpt        # a short run
-    python benchmarks/planner_time.py --machine machine.json         # of `calibrate`; not anew
+    python benchmarks/planner_time.py --machine machine.json         # made by `calibrate`
 
 The machine is calibrated, then the ten strategy pairs are planned (``fe.plan``), then all are run,
 interleaved. Pairs with an outer level have both ranks on the outer axis, the others on the inner

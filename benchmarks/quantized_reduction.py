@@ -3,10 +3,10 @@
     python benchmarks/quantized_reduction.py [--rounds 8]
 
 The GPT of 10M of ``step_time.py``, fp32 weights, replicated by two ranks on the outer axis; AdamW.
-The link is emulated: what a rank sends is over after its bytes at the bandwidth of the table, one
-message after the other, during which the ranks sleep or compute. Sums are fp32's all-reduce, one in
-bf16, and those of ``fe.QuantizedReduction``. "Encoding" is the processor time of a rank to encode
-and decode one million fp32 elements, sent to one rank and received from one.
+The link is emulated: messages are sent one after the other, and each takes its bytes over the
+bandwidth of the table. Meanwhile ranks sleep or compute. Sums are an all-reduce in fp32 or in bf16,
+or those of ``fe.QuantizedReduction``. "Encoding" is the processor time of a rank to encode and
+decode one million fp32 elements, sent to one rank and received from one.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Link:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Within it all communicators send over this link."""
+        """Context in which all communicators send over this link."""
         send, all_reduce = Communicator._send, Communicator.all_reduce
 
         def sent(comm: Communicator, tensor: Tensor, receiver: int, tag: int) -> Any:

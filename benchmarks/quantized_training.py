@@ -32,7 +32,7 @@ NAME = "quantized_training"
 NUM_RANKS = 2
 OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}
 BASE = "fp32"
-# By name: bits, feedback, and the most that the loss may be of fp32's.
+# By name: bits, error feedback, and the goal for the ratio of the loss to that of fp32.
 WAYS = {
     "8 bits": (8, True, 1.003),
     "8 bits, no feedback": (8, False, None),

@@ -4,8 +4,8 @@
 
 Two replicas of one rank each, one thread each. A step is forward and backward of each replica's
 microbatches, the sum over replicas, fused AdamW and zero_grad, of the GPT of ``step_time.py``.
-"outer axis" is one engine over both ranks with this axis as its outer one, "torchft DDP" torchft's
-DistributedDataParallel and Optimizer; both DDPs accumulate under ``no_sync``. Every way under
+"outer axis" is one engine over both ranks on an outer axis. "torchft DDP" is torchft's
+DistributedDataParallel and Optimizer. Both DDPs accumulate under ``no_sync``. Every way under
 torchft has a lighthouse of its own and a quorum in each step.
 """
 
@@ -167,7 +167,7 @@ def measure(size: str, num_own: int, rounds: int) -> dict[str, list[float]]:
 
 
 def load(module: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """The state of the other replica."""
+    """Load the state of the other replica."""
     module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
 

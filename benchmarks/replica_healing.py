@@ -85,7 +85,7 @@ class Plain:
 
 
 def measure(num_bytes: int, rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Of each way and round the rate in bytes per second of all pairs, and memory."""
+    """Measures the rate of all pairs in bytes per second, and memory, by way and round."""
     rank, size = dist.get_rank(), dist.get_world_size()
     is_sender = rank % 2 == 0
     numel = num_bytes // 4 // TENSORS

@@ -6,9 +6,9 @@ Blocks of kills alternate between ``ElasticReplicas`` ("engine", level 3, ``fixe
 torchft alone: its Manager, HTTP transport and asynchronous quorum around a plain model of the same
 size, whose gradients are averaged over the ranks of a replica and then by ``Manager.allreduce``.
 
-At the moment that is due a rank sends SIGKILL to itself. The other ranks of its replica are killed
-0.1 s later, as torchrun does, and all are started again. Processes are forked from one that has
-imported everything. Both lighthouses have a heartbeat timeout of 1 s and a join timeout of 1 s.
+At its chosen moment a rank sends SIGKILL to itself. The other ranks of its replica are killed 0.1 s
+later, as torchrun does, and all are started again. Processes are forked from one that has imported
+everything. Both lighthouses have a heartbeat timeout of 1 s and a join timeout of 1 s.
 
 After each block of "engine", one replica trains the same steps without kills. Every rank logs a
 checksum of its weights after each committed step: all must be equal to those of that run. Every
@@ -73,7 +73,7 @@ WAYS = ("engine", "torchft alone")
 
 
 class Shared:
-    """Numbers that all processes see: of replica r in row r, and the step to stop at."""
+    """Shared memory of all processes: a row of numbers per replica, and the step to stop at."""
 
     def __init__(self, num_replicas: int, num_ranks: int) -> None:
         shape = (num_replicas + 1, 4 + num_ranks)
@@ -124,7 +124,7 @@ class Place:
     """A rank of a replica, which may have to die.
 
     Args:
-        folder: of logs and checkpoints.
+        folder: Folder of logs and checkpoints.
     """
 
     def __init__(self, shared: Shared, replica: int, rank: int, num_ranks: int, folder: Path):
@@ -143,7 +143,7 @@ class Place:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def wrap(self, owner: Any, name: str, moment: str, *, after: bool = False) -> None:
-        """Let calls of ``owner.name`` be that moment."""
+        """Make ``moment`` occur before (or after) each call of ``owner.name``."""
         original = getattr(owner, name)
 
         @functools.wraps(original)
@@ -158,7 +158,7 @@ class Place:
         setattr(owner, name, wrapper)
 
     def record(self, step: int, weights: Sequence[Tensor], num_replicas: int) -> None:
-        """A step was committed."""
+        """Log a committed step with the checksum of its weights."""
         checksum = 0
         for each in weights:
             checksum = zlib.crc32(each.detach().contiguous().numpy().tobytes(), checksum)
@@ -184,14 +184,14 @@ def make_model(place: Place) -> nn.Sequential:
 
 
 def loss_of(model: nn.Module, step: int, number: int, rank: int) -> Tensor:
-    """Of a microbatch, on a rank of any replica."""
+    """The loss of a microbatch, which is the same in all replicas."""
     generator = torch.Generator().manual_seed(10_000 * step + 100 * number + rank)
     x = torch.randn(ROWS, WIDTH, generator=generator)
     return nn.functional.mse_loss(model(x), torch.sin(x.sum(1, keepdim=True)))
 
 
 def train_engine(place: Place, lighthouse: str) -> None:
-    """A rank of a replica of the engine."""
+    """Train as one rank of a replica of the engine."""
     place.wrap(Communicator, "_pairwise_reduce_started", "reduction within the replica")
     place.wrap(torchft.ProcessGroupGloo, "alltoall_base", "sum over replicas", after=True)
     place.wrap(torchft.Manager, "should_commit", "vote")
@@ -251,7 +251,7 @@ def read_checkpoints(place: Place, _: str) -> None:
 
 
 def train_alone(place: Place, lighthouse: str) -> None:
-    """A rank of a replica of a plain model under torchft."""
+    """Train as one rank of a replica of a plain model under torchft."""
     place.wrap(torchft.Manager, "allreduce", "sum over replicas", after=True)
     place.wrap(torchft.Manager, "should_commit", "vote")
     place.wrap(http_transport, "_streaming_load", "healing, receiver")
@@ -318,7 +318,7 @@ def train_alone(place: Place, lighthouse: str) -> None:
     manager.shutdown(wait=False)
 
 
-# Gradients are sent when the generator is advanced: between its two parts ranks have sent some.
+# Advancing the generator sends gradients. Between its two parts, a part of them has been sent.
 _pairwise_reduce = Communicator._pairwise_reduce
 
 
@@ -423,7 +423,7 @@ class Job:
             time.sleep(0.002)
 
     def raise_if_failed(self) -> None:
-        """No process is expected to end."""
+        """Raise if a process has ended with an error."""
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid and (place := self.processes.pop(pid, None)) is not None and status:
             raise RuntimeError(f"replica {place[0]} rank {place[1]} failed: {status}")
@@ -432,7 +432,7 @@ class Job:
         return max(self.shared.committed(each) for each in range(self.num_replicas))
 
     def restart_after_death(self, replica: int) -> None:
-        """As torchrun: the other ranks follow a little later, then all are started."""
+        """Kill the other ranks a little later, as torchrun does, and start all ranks again."""
         time.sleep(0.1)
         self.kill(replica)
         self.shared.disarm()
@@ -449,7 +449,7 @@ class Job:
             time.sleep(0.01)
 
     def show_stacks(self) -> None:
-        """Into the ranks' output."""
+        """Write the stacks of all threads to the ranks' output."""
         for pid in self.processes:
             os.kill(pid, signal.SIGUSR1)
         time.sleep(0.5)
@@ -457,7 +457,7 @@ class Job:
 
 @contextmanager
 def lighthouse() -> Iterator[str]:
-    """In a process of its own: this one forks."""
+    """Run a lighthouse in its own process, since this process forks."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -562,7 +562,7 @@ def check(folder: Path, expected: Path, num_replicas: int, num_ranks: int) -> in
         seen: set[int] = set()
         for replica in range(num_replicas):
             steps = [record["step"] for record in read_log(folder, replica, rank)]
-            # Never back: what a replica does again was not committed by any.
+            # Steps must ascend: a replica repeats only steps that no replica has committed.
             for record in read_log(folder, replica, rank):
                 if record["sum"] != right[record["step"]]:
                     raise AssertionError(
@@ -574,7 +574,7 @@ def check(folder: Path, expected: Path, num_replicas: int, num_ranks: int) -> in
             seen.update(steps)
         for record in read_log(folder / "read", 0, rank):
             if record["sum"] != right[record["step"]]:
-                raise AssertionError(f"a checkpoint has not the weights of step {record['step']}")
+                raise AssertionError(f"a checkpoint lacks the weights of step {record['step']}")
         last = max(seen)
         if seen != set(range(1, last + 1)):
             raise AssertionError(f"steps are missing: {sorted(set(range(1, last)) - seen)}")
@@ -595,7 +595,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--moments", nargs="+", choices=MOMENTS, default=MOMENTS)
-    parser.add_argument("--keep", type=float, default=1e9, help="logs of slower kills, in seconds")
+    parser.add_argument(
+        "--keep", type=float, default=1e9, help="seconds; keep the logs of slower kills"
+    )
     parser.add_argument("--results", default="replica_kills")
     args = parser.parse_args()
     torch.set_num_threads(1)

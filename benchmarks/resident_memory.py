@@ -88,7 +88,7 @@ def measure(
 ) -> dict[str, float]:
     """One round of one engine: bytes above the start."""
     config, num_sequences = SIZES[size]
-    dist.barrier()  # connections exist
+    dist.barrier()  # establishes connections, whose memory is then excluded
     trim()
     start = resident("VmRSS")
     torch.manual_seed(0)

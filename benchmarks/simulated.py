@@ -214,8 +214,8 @@ class LlamaShape:
     tied: bool = False
 
 
-# That of Gemma 2B ("Gemma: Open Models Based on Gemini Research and Technology", table 1), but for
-# the size of heads.
+# The shape of Gemma 2B ("Gemma: Open Models Based on Gemini Research and Technology", table 1),
+# except for the size of heads.
 LARGE_EMBEDDING = LlamaShape(18, 2048, 8, 1, 16_384, 256_128, tied=True)
 
 

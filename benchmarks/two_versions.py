@@ -6,7 +6,7 @@
 Every run is a program of two gloo ranks with one thread each. In a round both versions run one
 after the other in each configuration, so that other load on the machine affects both. A step is
 forward, backward, AdamW (fused) and zero_grad of a transformer. A run reports the median of its
-steps, the peak of its ledger in bytes, and the largest resident set of rank 0.
+steps, the engine's ``peak_memory_bytes()``, and the largest resident set of rank 0.
 """
 
 from __future__ import annotations

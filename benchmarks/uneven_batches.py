@@ -5,8 +5,8 @@
 Sequences have log-normal lengths and are padded, as in fine-tuning. Gradients are compared with
 those of one process that has all sequences of the step in one batch and takes the mean over its
 tokens; the error is the norm of the difference over the norm of that gradient. DDP and FSDP2 run
-``backward`` of each microbatch's mean, divided by the number of microbatches, which is what their
-tutorials show; so does "mean of means" with this engine. "mean_loss" is ``engine.mean_loss``.
+``backward`` of each microbatch's mean, divided by the number of microbatches, as in their
+tutorials. "mean of means" is the same with this engine. "mean_loss" is ``engine.mean_loss``.
 
 The times are those of the 10M GPT at level 3 with equal batches: a step with ``mean_loss`` over
 that with a mean; a forward without gradients within ``engine.together()`` over that without it.
@@ -78,7 +78,7 @@ def full(param: nn.Parameter) -> Tensor:
 
 
 def mean_of_means(model: nn.Module, micro: list[tuple[Tensor, Tensor]]) -> None:
-    """What tutorials show."""
+    """Run backward of each microbatch's mean over their number, as tutorials do."""
     for batch in micro:
         (loss_of(model, batch, "mean") / len(micro)).backward()
 

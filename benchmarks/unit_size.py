@@ -7,8 +7,8 @@ thread each, with two, four or all blocks in a unit, relative to a unit for each
 (fused). All settings of a width run in one process per rank, one step of each in every round;
 ratios are computed per round.
 
-"peers": four blocks of 128 to 512 and back, 131,000 parameters each, against DDP and FSDP2
-(``fully_shard`` on each block and the root).
+"peers": four blocks of width 128 (linears to 512 and back to 128), 131,000 parameters each, against
+DDP and FSDP2 (``fully_shard`` on each block and the root).
 
 "clock": the same on simulated H100s (``fe.simulate``; eight in a node, and 64 in eight nodes):
 sixteen transformer blocks of various widths in bf16, 16,384 tokens per rank. The step time by the
@@ -35,7 +35,7 @@ from gpt import GPT, GPTConfig
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 ROWS = 64
 NUM_BLOCKS = 8
-# Width of a block with two linears, to four times the width and back.
+# Widths of blocks. The two linears of a block map to four times the width, and back.
 WIDTHS = (64, 128, 256)
 # Two, four, or all blocks per unit.
 GROUPS = (1, 2, 4, 8)

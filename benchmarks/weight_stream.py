@@ -4,10 +4,10 @@
     python benchmarks/weight_stream.py --rounds 10
 
 Level 3, fp32, sent as bf16 over local TCP to a process that reads and discards all bytes.
-*Assembling* is the time in which a sender gets the next tensor, *sending* that of sockets until the
-receiver's acknowledgement; of the slower sender. Every round runs all variants. MiB is the peak of
-resident memory of a rank, in addition to its previous memory (its shard, and for changes the
-version).
+*Assembling* is the time in which a sender gets the next tensors; *sending* is the time in sockets,
+until the receiver acknowledges. Both are those of the slower sender. Every round runs all variants.
+MiB is the peak of resident memory of a rank, in addition to its previous memory (its shard, and for
+changes the version).
 
     whole            weight_stream; rank 0 sends
     pieces           weight_stream(pieces=True); each rank sends its own
@@ -87,8 +87,8 @@ class Sender:
     """A rank's connection to the receiver.
 
     Attributes:
-        num_bytes: of the sent tensors.
-        seconds: time of sending.
+        num_bytes: Bytes of the sent tensors.
+        seconds: Time of sending.
     """
 
     def __init__(self, port: int) -> None:

@@ -1,9 +1,9 @@
 """Real text as bytes: what to read, how to split it, and which sequences a step trains on.
 
 The order of the data is a pure function of the seed and the step. A step draws ``sequences``
-starting points for all ranks together; microbatches, and within a microbatch ranks, then take
-consecutive parts of them. Another number of ranks, or of microbatches, cuts the same global batch
-differently, so a run that is resumed on other ranks continues the same loss curve.
+starting points for all ranks. Each microbatch takes a consecutive part of them, and each rank a
+consecutive part of the microbatch. The global batch does not depend on the numbers of ranks and of
+microbatches, so a run that is resumed on other ranks continues the same loss curve.
 
 Worked example, a step of 8 sequences in 2 microbatches on 2 ranks:
 
@@ -22,9 +22,9 @@ from pathlib import Path
 import torch
 
 VOCAB_SIZE = 256  # a token is a byte
-# Held out: about this part of the files.
+# The approximate fraction of the files that is held out.
 HELD_OUT_FRACTION = 0.1
-# Skipped folders: not text of the folder itself, or tests, which are half of the standard library.
+# Folders without text of their own, and tests, which are half of the standard library.
 SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", ".git", "test", "tests", "idle_test"}
 )
@@ -92,7 +92,7 @@ def hash_fraction(relative_path: str) -> float:
 def split_by_file(names: list[str], fraction: float = HELD_OUT_FRACTION) -> set[str]:
     """The names to hold out: those that hash below ``fraction``.
 
-    Neither side is ever empty: the name that comes closest moves over.
+    Neither part is empty: if one would be, the name with the nearest hash is moved to it.
 
     Raises:
         ValueError: fewer than two names.
@@ -164,9 +164,9 @@ def gather_sequences(text: torch.Tensor, starts: list[int], sequence_length: int
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the global batch of a step is cut.
+    """How the global batch of a step is divided.
 
-    ``batch_size`` sequences make a microbatch over all ranks, ``num_microbatches`` of these a step.
+    A microbatch has ``batch_size`` sequences over all ranks. A step has ``num_microbatches``.
 
     Raises:
         ValueError: ``batch_size`` is not a multiple of ``num_ranks``.
@@ -203,7 +203,7 @@ class BatchPlan:
         return [index * room // count for index in range(count)]
 
     def held_out_batch(self, text: torch.Tensor, num_batches: int, index: int, rank: int) -> Batch:
-        """Batch ``index`` of ``num_batches`` of held-out ``text``, the part of one rank."""
+        """Returns a rank's part of one of ``num_batches`` batches, spread evenly over ``text``."""
         starts = self.held_out_starts(text, num_batches)
         return gather_sequences(text, self._part(starts, index, rank), self.sequence_length)
 

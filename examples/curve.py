@@ -36,7 +36,7 @@ class HeldOutRecord:
 
 @dataclass
 class Curve:
-    """The records of a run, of a resumed one from its first step on: checkpoints hold it."""
+    """The records of a run since its first step. Checkpoints contain them, for resumed runs."""
 
     steps: list[StepRecord] = field(default_factory=list)
     held_out: list[HeldOutRecord] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Curve:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, records: dict[str, Any]) -> None:
-        """Take the records of :meth:`state_dict` in place of those that are there."""
+        """Replace the records with those of a :meth:`state_dict`."""
         self.steps = [StepRecord(**record) for record in records["steps"]]
         self.held_out = [HeldOutRecord(**record) for record in records["held_out"]]
 
@@ -65,6 +65,6 @@ def memory_in_use(device: torch.device) -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    # Elsewhere only the peak is to be had: in bytes on macOS, in KiB on other systems.
+    # Without /proc only the peak is known: in bytes on macOS, in KiB on other systems.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

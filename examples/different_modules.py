@@ -1,10 +1,10 @@
-"""Trains models of which each rank uses other modules, with all parameters sharded.
+"""Trains sharded models in which ranks use different modules in the same step.
 
     torchrun --nproc-per-node 2 examples/different_modules.py [--pattern "layer drop"] [--steps 30]
     python examples/different_modules.py
 
-Where parameters are sharded, all ranks take part in each gather. Elsewhere a rank that leaves out
-a module hangs the others, and scripts send dummy batches through it. Here a step is run within
+All ranks take part in each gather of sharded parameters. With other libraries, a rank that skips a
+module hangs the others, so scripts send dummy batches through it. Here a step is run within
 ``engine.together()``. Gradients are those that one process with the batches of all ranks would
 have, and a module that no rank used gets none.
 """
@@ -25,7 +25,7 @@ WIDTH, ROWS = 32, 8
 
 
 def layer() -> nn.Module:
-    """A residual layer's function of (rows, width)."""
+    """The branch of a residual layer: (rows, width) to the same shape."""
     return nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU())
 
 
@@ -47,7 +47,7 @@ class Towers(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers, of which subclasses use some."""
+    """A stack of layers. Subclasses choose which of them a batch uses."""
 
     units = "layers.*"
 
@@ -78,7 +78,7 @@ class LayerDrop(Layers):
 
 
 class EarlyExit(Layers):
-    """A batch leaves after any layer, by the head of that layer."""
+    """Each batch stops after a random layer, and uses the head of that layer."""
 
     def used(self, draw: random.Random) -> list[int]:
         """See :class:`Layers`."""
@@ -152,7 +152,7 @@ PATTERNS: dict[str, Callable[[], nn.Module]] = {
 
 
 def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor, random.Random]:
-    """Inputs (rows, width), targets (rows, 1), and what decides which modules the batch uses."""
+    """Inputs (rows, width), targets (rows, 1), and the generator that selects modules to use."""
     seed = 1000 * step + rank
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
     return x, torch.sin(x.sum(1, keepdim=True)), random.Random(seed)

@@ -186,9 +186,10 @@ class GPT(nn.Module):
     ) -> torch.Tensor:
         """``tokens`` followed by ``num_tokens`` sampled ones: int64 ``[seq]`` to ``[seq + num]``.
 
-        Every step runs the whole window, padded at its end to ``config.sequence_length``: one shape
-        for a compiler, and causality hides the padding. Where the model is sharded, all ranks must
-        call this together; a ``generator`` (on the CPU) with the same seed gives all the same text.
+        The input of each step is padded at its end to ``config.sequence_length``, so that a
+        compiler sees one shape; attention is causal and ignores it. Where the model is sharded, all
+        ranks must call this together; a ``generator`` (on the CPU) with the same seed gives all the
+        same text.
         """
         window = self.config.sequence_length
         for _ in range(num_tokens):

@@ -1,10 +1,10 @@
-"""Signals that ask a job to save and end: a time limit that comes near, a node that is wanted back.
+"""Signals that ask a job to save and end, for example before a time limit or a preemption.
 
     SIGUSR1    save and exit with status 0; the sender restarts the job (Slurm)
-    SIGTERM    save and end as that signal ends a process: who launched the job sees that it was not
-               done (torchrun, which sends it before it restarts workers; Kubernetes; preemption)
+    SIGTERM    save and end by this signal, so that the launcher sees an unfinished job (torchrun,
+               which sends the signal before it restarts workers; Kubernetes; preemption)
 
-One rank may be sent it, or all, at different steps; all end after the same step.
+Some or all ranks may receive a signal, at different steps. All ranks end after the same step.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
 class Interruption:
-    """Within it, these signals do nothing but to be heard.
+    """Context in which these signals are recorded and have no other effect.
 
-    Outside of the main thread Python cannot hear signals, and nothing changes (Ray Train).
+    Python handles signals in the main thread only. In another thread (Ray Train) the context does
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -50,15 +51,15 @@ class Interruption:
             signal.signal(each, handler)
 
     def heard(self) -> int:
-        """The signal that some rank was sent by the time of its last call; 0: none. Collective, the
-        same on all ranks.
+        """Returns the number of the signal that a rank had received at the previous call; 0: none.
+        Collective; the result is the same on all ranks.
 
-        A request of one step is read in the next one, so that no rank waits for another.
+        The all-reduce of one step is read in the next one, so that no rank waits for another.
         """
         if dist.get_world_size() == 1:
             return self._heard
         before, mine = self._asked, torch.tensor(self._heard)
-        # SIGTERM is the larger number: where both were sent, it counts.
+        # If both signals were sent, the maximum is SIGTERM.
         self._asked = mine, dist.all_reduce(mine, dist.ReduceOp.MAX, async_op=True)
         if before is None:
             return 0
@@ -70,7 +71,7 @@ class Interruption:
 
 
 def end_by(number: int) -> None:
-    """End this process as ``number`` asks for; returns for SIGUSR1."""
+    """End this process by the signal ``number`` if it is SIGTERM; return if it is SIGUSR1."""
     if number == signal.SIGTERM:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,13 +1,13 @@
-"""Megatron-LM's arguments choose the level: the calls of its pretrain(), with the wrappers swapped.
+"""Trains with the calls of Megatron-LM's pretrain(), and with its arguments, which set the level.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 examples/megatron_lm_arguments.py --use-torch-fsdp2
     PYTHONPATH=. torchrun --nproc-per-node 2 examples/megatron_lm_arguments.py --every-row
 
 The arguments are Megatron-LM's, by name and meaning. :func:`get_model`, :func:`make_optimizer` and
 :func:`train` make the calls of ``megatron/training/training.py`` to megatron-core, in its order;
-:data:`OURS` lists the names that are swapped. Megatron-LM's ``pretrain()`` itself needs a GPU, so
-that it is not called here. A small ``GPTModel`` learns to count.
-Runs on CPU ranks, over the stand-ins for CUDA of ``tests/megatron/core_on_cpu.py``.
+:data:`OURS` lists the names that are swapped. Megatron-LM's ``pretrain()`` itself needs a GPU and
+is not called here. A small ``GPTModel`` learns to count. Runs on CPU ranks, over the stand-ins for
+CUDA of ``tests/megatron/core_on_cpu.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROWS = (
 
 
 class Wrappers(NamedTuple):
-    """What ``megatron/training/training.py`` imports and a user swaps."""
+    """Names that ``megatron/training/training.py`` imports and that a user replaces."""
 
     DDP: Any
     megatron_FSDP: Any
@@ -66,7 +66,7 @@ OURS = Wrappers(
 
 
 class Trained(NamedTuple):
-    """A short run on one rank: its chunks, its optimizer, and by step loss and gradients' norm."""
+    """A short run on one rank: its chunks and optimizer, and the loss and norm of each step."""
 
     chunks: list[Any]
     optimizer: Any
@@ -88,26 +88,26 @@ def make_parser() -> argparse.ArgumentParser:
     add("--micro-batch-size", type=int, default=2, help="sequences of a rank's microbatch")
     add("--global-batch-size", type=int, default=8, help="sequences of a step")
     add("--train-iters", type=int, default=10, help="steps")
-    add("--optimizer", choices=("adam", "sgd"), default="adam", help="which")
+    add("--optimizer", choices=("adam", "sgd"), default="adam", help="name")
     add("--lr", type=float, default=1e-2, help="learning rate")
     add("--bf16", action="store_true", help="weights and activations in bf16")
-    add("--untie-embeddings-and-output-weights", action="store_true", help="two weights")
+    add("--untie-embeddings-and-output-weights", action="store_true", help="separate weights")
     add("--calculate-per-token-loss", action="store_true", help="losses are sums over tokens")
-    add("--transformer-impl", choices=("local",), default="local", help="of the layers")
+    add("--transformer-impl", choices=("local",), default="local", help="implementation of layers")
     add("--tensor-model-parallel-size", type=int, default=1, help="tensor-parallel ranks")
     add("--pipeline-model-parallel-size", type=int, default=1, help="pipeline stages")
     add("--use-distributed-optimizer", action="store_true", help="shard optimizer state")
-    add("--num-distributed-optimizer-instances", type=int, default=1, help="rows of ranks")
+    add("--num-distributed-optimizer-instances", type=int, default=1, help="copies of the state")
     add("--overlap-grad-reduce", action="store_true", help="reduce within backward")
     add("--overlap-param-gather", action="store_true", help="gather within forward")
-    add("--align-param-gather", action="store_true", help="stages gather together")
+    add("--align-param-gather", action="store_true", help="gather at a schedule's calls")
     add("--accumulate-allreduce-grads-in-fp32", action="store_true", help="reduce in fp32")
     add("--ddp-bucket-size", type=int, help="elements of a bucket")
     add("--ddp-num-buckets", type=int, help="instead of a bucket size")
     add("--use-megatron-fsdp", action="store_true", help="Megatron-FSDP's wrapper")
     levels = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-    add("--data-parallel-sharding-strategy", choices=levels, default="no_shard", help="its level")
-    add("--outer-dp-sharding-strategy", choices=levels, default="no_shard", help="over rows")
+    add("--data-parallel-sharding-strategy", choices=levels, default="no_shard", help="level")
+    add("--outer-dp-sharding-strategy", choices=levels, default="no_shard", help="outer level")
     add("--use-torch-fsdp2", action="store_true", help="FSDP2's wrapper")
     add(
         "--torch-fsdp2-no-reshard-after-forward",
@@ -120,7 +120,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Megatron-LM's arguments, and what ``validate_args`` makes of them."""
+    """Parse Megatron-LM's arguments, and set those that ``validate_args`` derives."""
     args = make_parser().parse_args(arguments)
     if args.bf16:
         args.accumulate_allreduce_grads_in_fp32 = True
@@ -142,7 +142,7 @@ def model_provider(args: argparse.Namespace) -> Any:
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
-        # Fused kernels are compiled, for a minute.
+        # Compiling fused kernels would take a minute.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
@@ -160,7 +160,7 @@ def model_provider(args: argparse.Namespace) -> Any:
 
 
 def make_ddp_config(args: argparse.Namespace, num_parameters: int) -> Any:
-    """As ``get_model`` does."""
+    """Returns the config that Megatron-LM's ``get_model`` makes."""
     from megatron.core import distributed, parallel_state
 
     core: Any = distributed
@@ -216,7 +216,7 @@ def get_model(args: argparse.Namespace, wrappers: Wrappers) -> list[Any]:
 
 
 def make_optimizer(args: argparse.Namespace, model: list[Any], wrappers: Wrappers) -> Any:
-    """As ``setup_model_and_optimizer`` does; the wrapper's level shards the state."""
+    """Build the optimizer as ``setup_model_and_optimizer`` does. The level shards its state."""
     from megatron.core.optimizer import OptimizerConfig
 
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}
@@ -225,7 +225,7 @@ def make_optimizer(args: argparse.Namespace, model: list[Any], wrappers: Wrapper
 
 
 def train(args: argparse.Namespace, wrappers: Wrappers = OURS) -> Trained:
-    """Train by the calls of ``train`` and ``train_step``, in groups of ``parallel_state``."""
+    """Train as Megatron-LM's ``train`` and ``train_step`` do, over ``parallel_state``'s groups."""
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import get_model_config
@@ -269,7 +269,7 @@ def train(args: argparse.Namespace, wrappers: Wrappers = OURS) -> Trained:
 
 
 def batches(args: argparse.Namespace, iteration: int, count: int) -> Iterator[Tensor]:
-    """This rank's microbatches of a step; those of all ranks are the same for any number."""
+    """This rank's microbatches of a step. The global batch is the same for any number of ranks."""
     from megatron.core import parallel_state
 
     rank = parallel_state.get_data_parallel_rank()
@@ -280,7 +280,7 @@ def batches(args: argparse.Namespace, iteration: int, count: int) -> Iterator[Te
 
 
 def forward_step(args: argparse.Namespace, data: Iterator[Tensor], model: Any) -> Any:
-    """As that of ``pretrain_gpt.py``: the losses of tokens, and how they become one."""
+    """Returns the tokens' losses and the function that reduces them, as ``pretrain_gpt.py``."""
     batch = next(data)
     tokens, labels = batch[:, :-1], batch[:, 1:]
     positions = torch.arange(args.seq_length)[None].expand_as(tokens)
@@ -298,7 +298,7 @@ def forward_step(args: argparse.Namespace, data: Iterator[Tensor], model: Any) -
 
 
 def mean_loss(losses: list[dict[str, Tensor]]) -> float:
-    """The mean over the step's tokens, from what the last stage's ranks have seen."""
+    """The mean over the step's tokens. Only ranks of the last stage have losses."""
     sums = torch.zeros(2)
     for report in losses:  # none on other stages
         sums += report["lm loss"]
@@ -308,7 +308,7 @@ def mean_loss(losses: list[dict[str, Tensor]]) -> float:
 
 @contextlib.contextmanager
 def megatron_core(args: argparse.Namespace) -> Iterator[None]:
-    """Within it Megatron-Core runs on CPU ranks, in the groups that the arguments ask for."""
+    """Context in which Megatron-Core runs on CPU ranks, with the groups that the arguments set."""
     with on_cpu():
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

@@ -3,12 +3,12 @@
     torchrun --nproc-per-node 4 examples/megatron_style_loop.py --tensor-parallel 2
     python examples/megatron_style_loop.py --out runs/one    # the same losses, from one process
 
-Every group of ``--tensor-parallel`` ranks holds one copy of a byte-level GPT, cut as
-``tensor_parallel.py`` says; copies are trained data-parallel, at any sharding level. Any number of
-ranks sees the same global batches and begins with the same weights, so the losses in
-``OUT/losses.csv`` can be compared. Restarted with the same ``--tensor-parallel``, a run resumes
-from its latest checkpoint, along the same losses. Runs on CPU, or on CUDA if there is a device for
-each rank. Gradients are not clipped: their norm would be one over data *and* tensor ranks.
+Every group of ``--tensor-parallel`` ranks holds one copy of a byte-level GPT, sharded by
+``tensor_parallel.py``; copies are trained data-parallel, at any sharding level. Any number of ranks
+sees the same global batches and begins with the same weights, so the losses in ``OUT/losses.csv``
+can be compared. Restarted with the same ``--tensor-parallel``, a run resumes from its latest
+checkpoint, along the same losses. Runs on CPU, or on CUDA if there is a device for each rank.
+Gradients are not clipped: the norm would need sums over data *and* tensor ranks.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--layers", type=int, default=4, help="number of blocks")
     add("--width", type=int, default=128, help="of the residual stream")
     add("--heads", type=int, default=4, help="attention heads")
-    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="which")
+    add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="name")
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--token-weighted", action=flag, default=False, help="lengths are uneven")
+    add("--token-weighted", action=flag, default=False, help="mean over tokens of uneven lengths")
     add("--tensor-parallel", type=int, default=1, help="ranks that share one copy of the model")
     add("--strategy", choices=LEVELS, default="optim", help="sharding over data-parallel ranks")
     add("--overlap", action=flag, default=True, help="communicate during forward and backward")
@@ -101,7 +101,7 @@ class Job:
     def train_step(self, step: int) -> float:
         """One optimizer step; returns the mean loss of all tokens, in nats a byte.
 
-        Usually every sequence counts to its end, and each rank's loss is a mean. With
+        By default all tokens have a loss, and each rank's loss is a mean. With
         ``--token-weighted`` sequences have uneven lengths, each rank's loss is a sum, and
         gradients become those of the mean over all tokens of the step.
         """
@@ -123,7 +123,7 @@ class Job:
         return self.mean_loss(total, num_tokens)
 
     def batch(self, step: int, microbatch: int) -> Batch:
-        """Whole sequences: the same on all ranks that share a copy of the model."""
+        """Returns full sequences, the same on all ranks that share a copy of the model."""
         rank = self.mesh.get_local_rank("dp")
         batch = self.plan.train_batch(self.corpus.train, step, microbatch, rank)
         if self.options.token_weighted:
@@ -131,7 +131,12 @@ class Job:
         return batch.to(self.device)
 
     def mean_loss(self, total: torch.Tensor, num_tokens: torch.Tensor) -> float:
-        """The mean over all tokens, of a sum over own tokens and a count of whole sequences."""
+        """Returns the mean over all tokens.
+
+        Args:
+            total: The sum of losses over this rank's part of the sequences.
+            num_tokens: The number of tokens in the full sequences.
+        """
         sums = torch.stack([total, num_tokens / self.mesh["tp"].size()])
         dist.all_reduce(sums)
         return float(sums[0] / sums[1])
@@ -139,9 +144,9 @@ class Job:
     def resume(self) -> int:
         """Continue from the latest checkpoint, if any; returns the number of steps done.
 
-        Tensor ranks hold other weights under the same names, so each has checkpoints of its own,
-        shared with the ranks that hold the same. A killed run may have left its last one on some
-        only: the latest that all have counts.
+        Tensor ranks hold different weights under the same names, so each tensor rank has its own
+        folder of checkpoints, for all of its data-parallel ranks. A killed run may have saved its
+        last checkpoint in some folders only, so the latest step that all folders have is loaded.
         """
         found: list[list[int]] = [[]] * self.mesh["tp"].size()
         dist.all_gather_object(found, self.checkpointer.steps(), group=self.groups.tensor)
@@ -167,9 +172,9 @@ class Job:
 
 
 class LossLog:
-    """A file with a line for each step, of a resumed run from its first step on.
+    """A file with a line for each step. Resumed runs append to it.
 
-    Only rank 0 writes. What an interrupted run did after its checkpoint is dropped.
+    Only rank 0 writes. Lines of steps after the loaded checkpoint are removed.
     """
 
     def __init__(self, path: Path, num_done: int) -> None:

@@ -44,7 +44,7 @@ def draw_curves(path: Path, curve: Curve, bigram: float, title: str) -> None:
     above.legend()
     memory = [record.memory_bytes / 2**20 for record in curve.steps]
     below.plot(steps, memory, color="tab:green")
-    # From zero, and not to the line itself, which may well be level.
+    # The axis begins at 0 and ends above the line, which may be constant.
     below.set(xlabel="step", ylabel="memory (MiB)", ylim=(0, 1.15 * max(memory)))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -14,9 +14,9 @@ class Progress:
     """Shows the steps that are done, and a line about the last of them.
 
     Args:
-        first: steps that were done before.
-        total: steps when the run is over.
-        shown: whether anything is shown at all, which one rank does.
+        first: Number of steps that were done before.
+        total: Number of steps at the end of the run.
+        shown: Whether to show anything; True on one rank.
     """
 
     def __init__(self, first: int, total: int, shown: bool) -> None:
@@ -28,7 +28,7 @@ class Progress:
         self._printed = time.monotonic()
 
     def advance(self, step: int, state: str) -> None:
-        """``step`` steps are done, and ``state`` is how things are."""
+        """Show that ``step`` steps are done, with the text ``state``."""
         if self._bar is not None:
             self._bar.set_postfix_str(state)
             self._bar.update(step - self._bar.n)

@@ -93,7 +93,7 @@ class MoE(nn.Module):
 
 
 class GatedExpert(nn.Module):
-    """One expert of a stack of transformers: down(act(gate(x)) * up(x))."""
+    """One expert of the transformers library: down(act(gate(x)) * up(x))."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, act: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class GatedExpert(nn.Module):
 
 
 def split_experts(model: nn.Module) -> None:
-    """Replace each stack of experts of transformers by one module for each expert, in place.
+    """Replace the stacked experts of the transformers library by one module each, in place.
 
     A stack has the parameters ``gate_up_proj`` (experts, 2 * hidden, width) and ``down_proj``
     (experts, width, hidden), as in Mixtral and in Qwen's mixtures of experts. Names of parameters

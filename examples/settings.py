@@ -62,7 +62,7 @@ class Settings:
     )
     fp8_gather: str = option(
         "none",
-        "matrices travel as fp8, with a scale per tensor, row or 128 x 128 block",
+        "gather matrices in fp8, with a scale per tensor, row or 128 x 128 block",
         choices=FP8_GATHERS,
     )
     activation_checkpointing: str = option(
@@ -70,9 +70,9 @@ class Settings:
     )
     compile: bool = option(False, "torch.compile each block")
     optimizer_state: str = option(
-        "device", "where it lies between steps", choices=("device", "host", "disk")
+        "device", "memory in which it is kept between steps", choices=("device", "host", "disk")
     )
-    state_folder: Path | None = option(None, "folder of a local disk for it")
+    state_folder: Path | None = option(None, "folder on a local disk, with --optimizer-state disk")
     meta_init: bool = option(False, "build the model without memory; the engine fills its shards")
 
     # What it leaves behind.
@@ -85,7 +85,7 @@ class Settings:
     local_save: Path | None = option(
         None, "directory of this node, such as /dev/shm/run, for frequent checkpoints in memory"
     )
-    local_save_every: int = option(20, "steps between them")
+    local_save_every: int = option(20, "steps between checkpoints in memory")
     resume: Path | None = option(
         None, "directory of checkpoints of another run to start from, on any ranks and strategy"
     )
@@ -106,7 +106,7 @@ class Settings:
             self._check("stop_at", at_least=1)
         if self.optimizer_state == "disk" and self.state_folder is None:
             raise ValueError("state_folder: expected a folder for state on a disk; found None")
-        _ = self.mesh_shape, self.model_config  # both raise
+        _ = self.mesh_shape, self.model_config  # these raise if invalid
 
     def _check(self, field: str, at_least: int) -> None:
         found = getattr(self, field)
@@ -135,7 +135,7 @@ class Settings:
 
     @property
     def precision(self) -> str:
-        """What parameters are in, for people."""
+        """The dtypes of parameters, for display."""
         if self.fp8_gather == "none":
             return self.dtype
         return f"{self.dtype}, gathered as fp8 by {self.fp8_gather}"
@@ -155,7 +155,7 @@ class Settings:
         return self.out / "checkpoints" if self.save is None else self.save
 
     def as_dict(self) -> dict[str, Any]:
-        """The settings as JSON knows them."""
+        """The settings as values that JSON can store."""
         values = dataclasses.asdict(self)
         return {name: str(v) if isinstance(v, Path) else v for name, v in values.items()}
 

@@ -1,12 +1,12 @@
-"""Train on some ranks while another process generates text with the weights of then.
+"""Train on some ranks while another process generates text with the current weights.
 
     torchrun --nproc-per-node 2 examples/stream_weights.py --steps 60
 
 Rank 0 starts a *receiver*, a process without a process group that stands for an inference engine.
 Each rank connects to it, and after every few steps sends the changes of the weights that it
 holds, in bf16 (``fe.weight_stream`` with ``changed_since``); nothing is gathered. The receiver
-applies it, evaluates held-out text, and tells checksums of what it has, which must be those of the
-trainer's own ``full_state_dict``.
+applies the changes, evaluates held-out text, and returns a checksum of its weights, which must
+equal that of the trainer's ``full_state_dict``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HELD_OUT_SEQUENCES = 4
 
 
 def checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Of names and bytes."""
+    """Returns the hash of the tensors' names and bytes."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda each: each[0]):
         digest.update(name.encode())
@@ -46,12 +46,12 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def receive(told: Connection, num_ranks: int, config: GPTConfig) -> None:
-    """A process of its own: take what ranks send, and answer rank 0 after each round.
+    """Run the receiver: apply the changes that ranks send, and answer rank 0 after each round.
 
     Args:
-        told: where it tells its address.
-        num_ranks: that will connect.
-        config: of the model.
+        told: Connection on which to send this process's address.
+        num_ranks: Number of ranks that will connect.
+        config: Config of the model.
     """
     torch.set_num_threads(1)
     with Listener(("127.0.0.1", 0), authkey=KEY) as listener:
@@ -79,7 +79,7 @@ def receive(told: Connection, num_ranks: int, config: GPTConfig) -> None:
 
 
 def apply(connection: Connection, weights: dict[str, Tensor]) -> bool:
-    """One rank's changes; False: there will be no more."""
+    """Apply one rank's changes. Returns False at the end of the run."""
     while True:
         head = connection.recv()
         if head is None:
@@ -104,7 +104,7 @@ def written(model: GPT, prompt: Tensor) -> str:
 
 
 def send(connection: Connection, stream: fe.WeightStream) -> int:
-    """This rank's changes; returns the bytes of them."""
+    """Send this rank's changes. Returns their size in bytes."""
     num_bytes = 0
     for name, indices, values in stream:
         is_range = isinstance(indices, slice)
@@ -141,7 +141,7 @@ def train(settings: argparse.Namespace, connection: Connection, config: GPTConfi
 
 
 def report(engine: fe.Engine, connection: Connection, step: int, num_bytes: int) -> None:
-    """Whether the receiver has what the trainer has, and what it makes of it."""
+    """Check that the receiver has the trainer's weights, and print its loss and text."""
     state = engine.full_state_dict(rank0_only=True)
     if dist.get_rank() > 0:
         return
@@ -154,7 +154,7 @@ def report(engine: fe.Engine, connection: Connection, step: int, num_bytes: int)
         )
     whole = sum(tensor.numel() for tensor in state.values()) * DTYPE.itemsize
     print(
-        f"step {step:4d}  sent {num_bytes / whole:6.1%} of {whole:,} bytes, the same weights  "
+        f"step {step:4d}  sent {num_bytes / whole:6.1%} of {whole:,} bytes, got the same weights  "
         f"held-out loss {answer['loss']:.3f}  {answer['text']!r}",
         flush=True,
     )
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
             target=receive, args=(tells, dist.get_world_size(), config), daemon=True
         )
         receiver.start()
-        tells.close()  # if it dies, recv() raises
+        tells.close()  # then recv() raises if the receiver dies
         address = [told.recv()]
     dist.broadcast_object_list(address)
     with Client(address[0], authkey=KEY) as connection:

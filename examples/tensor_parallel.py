@@ -1,15 +1,16 @@
 """Tensor and sequence parallelism in plain torch [Shoeybi et al., 2019; Korthikanti et al., 2022].
 
-The blocks of :class:`~gpt.GPT` stay as they are; only their linears are exchanged. Between two
-pairs of linears every tensor rank has its own part of the sequence, within a pair all of it:
+The blocks of :class:`~gpt.GPT` stay as they are; only their linears are replaced. The two linears
+of attention, and of an MLP, are a pair. Within a pair each tensor rank has the whole sequence,
+between pairs it has its own part:
 
     own part  -> column-parallel ->  own heads (own hidden units)  -> row-parallel ->  own part
               gather                 whole sequence                   reduce-scatter
 
-What a rank does on its own part of the sequence alone (embeddings, norms, biases after a
-reduce-scatter, the head and the loss) it does with parameters that all tensor ranks hold whole.
-Each rank gets the gradient of its own part only: the gradient is the sum over tensor ranks. Such
-parameters are marked ``sequence_parallel``, and ``finalize_model_grads`` sums them up.
+Embeddings, norms, biases after a reduce-scatter, the head and the loss work on a rank's own part of
+the sequence. Their parameters are replicated on all tensor ranks, and each rank computes a partial
+gradient, of its own part. The parameters are marked ``sequence_parallel``, so that
+``finalize_model_grads`` sums their gradients over tensor ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ IGNORED = -100
 
 
 class _GatherSequence(torch.autograd.Function):
-    """Own parts to the whole sequence. Back: each part's gradient, summed over ranks."""
+    """All-gather of the sequence. Its backward is a reduce-scatter of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, group: ProcessGroup) -> Tensor:
@@ -44,7 +45,7 @@ class _GatherSequence(torch.autograd.Function):
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
-    """Sums of which each rank has one addend to own parts. Back: the whole sequence's gradient."""
+    """Reduce-scatter of the sequence. Its backward is an all-gather of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, addend: Tensor, group: ProcessGroup) -> Tensor:
@@ -74,18 +75,18 @@ def _summed_part(addend: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def mark_as_partial(params: Iterable[nn.Parameter]) -> None:
-    """Whole parameters whose gradients are to be summed over tensor ranks."""
+    """Mark replicated parameters whose gradients are summed over tensor ranks."""
     for param in params:
         param.sequence_parallel = True  # type: ignore[attr-defined]
 
 
 class ColumnParallelLinear(nn.Module):
-    """Own outputs of the whole sequence: ``[batch, seq / ranks, in]`` to ``[batch, seq, own out]``.
+    """Column-parallel linear: ``[batch, seq / ranks, in]`` to ``[batch, seq, own out]``.
 
     Args:
-        whole: the linear to take own rows of the weight and of the bias from.
-        group: the tensor ranks.
-        num_stacked: so many linears lie one below the other in ``whole``; each is cut.
+        whole: The full linear, of which this rank takes rows of the weight and of the bias.
+        group: The tensor ranks.
+        num_stacked: Number of linears that are concatenated in ``whole``. Each is sharded.
     """
 
     def __init__(self, whole: Linear, group: ProcessGroup, num_stacked: int = 1) -> None:
@@ -106,12 +107,11 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Own inputs of the whole sequence to its own part: ``[batch, seq, own in]`` to
-    ``[batch, seq / ranks, out]``.
+    """Row-parallel linear: ``[batch, seq, own in]`` to ``[batch, seq / ranks, out]``.
 
     Args:
-        whole: the linear to take own columns of the weight, and the bias, from.
-        group: the tensor ranks.
+        whole: The full linear, of which this rank takes columns of the weight, and the bias.
+        group: The tensor ranks.
     """
 
     def __init__(self, whole: Linear, group: ProcessGroup) -> None:
@@ -123,21 +123,21 @@ class RowParallelLinear(nn.Module):
         mark_as_partial([self.bias])
 
     def forward(self, x: Tensor) -> Tensor:
-        # The bias after the sum, or it would be added once by every rank.
+        # The bias is added after the sum. Otherwise every rank would add it.
         addend = F.linear(x, self.weight)
         total: Tensor = _ReduceScatterSequence.apply(addend, self.group)  # type: ignore[no-untyped-call]
         return total + self.bias
 
 
 class TensorParallelGPT(GPT):
-    """This rank's part of a GPT; its parameters have the names of the whole one's.
+    """This rank's part of a GPT. Its parameters have the names of the full model.
 
-    The whole model is drawn first and then cut, so that any number of tensor ranks begins with
-    the same weights, if their random states are the same.
+    The full model is initialized first and then sharded, so that any number of tensor ranks begins
+    with the same weights, if their random states are the same.
 
     Args:
-        config: sizes of the whole model.
-        group: the tensor ranks.
+        config: Sizes of the full model.
+        group: The tensor ranks.
 
     Raises:
         ValueError: the ranks do not divide the heads or the sequence.

@@ -46,7 +46,7 @@ def batch_of(step: int, number: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train(args: argparse.Namespace) -> None:
-    """A rank of a replica."""
+    """Train as one rank of a replica."""
     model = make_model(seed=0)
     engine = fe.shard(model, units=list(model), options=fe.Options(min_unit_size=0))
     rank = engine.ranks.rank
@@ -158,7 +158,7 @@ def supervise(args: argparse.Namespace) -> int:
     draw = random.Random(args.seed)
     names = [f"replica_{number}" for number in range(args.replicas)]
     replicas = [Replica(name, args, lighthouse.address()) for name in names]
-    # A replica that starts needs some seconds, and one that still trains.
+    # No kills in the last half: a restarted replica needs some seconds, and a peer that trains.
     kills = sorted(draw.sample(range(2, args.steps // 2), args.kills))
     waits = []
     while any(each.runs for each in replicas):
@@ -209,7 +209,7 @@ def main() -> int:
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--name", default="", help="of a replica: trains it")
+    parser.add_argument("--name", default="", help="replica whose rank to run; empty: supervise")
     args = parser.parse_args()
     if args.name:
         train(args)

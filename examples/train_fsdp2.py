@@ -5,7 +5,8 @@
 
 The two differ in one import. Both see the same batches and begin with the same weights, so that the
 losses in ``OUT/losses.csv`` can be compared. With ``--engine fsdp_engine``, ``--strategy`` takes
-every level. Runs on CPU, or on CUDA if there is a device for each rank; without torchrun on one.
+every level. Runs on CPU, or on CUDA if there is a device for each rank. Without torchrun there is
+one rank.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences of all ranks")
     parser.add_argument("--grad-accumulation", type=int, default=1)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of computing")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="compute dtype")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--data", type=Path, help="a folder of text; Python's library, if none")
@@ -60,7 +61,7 @@ def sharding_of(settings: argparse.Namespace) -> Any:
 
 
 def build_model(settings: argparse.Namespace, device: torch.device) -> Any:
-    """A GPT, its blocks, embeddings and end sharded one by one, then the whole."""
+    """A GPT: each block is sharded, then norm and head together, then the model."""
     names = sharding_of(settings)
     shape = (settings.outer, dist.get_world_size() // settings.outer)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))

@@ -64,8 +64,8 @@ def build_model(settings: Settings, device: torch.device) -> GPT:
 
 
 def build_optimizers(settings: Settings, model: GPT) -> list[torch.optim.Optimizer]:
-    """AdamW that decays matrices and leaves vectors alone, on each rank's slices; for matrices of
-    blocks, if the settings say so, Muon, which steps each on one rank."""
+    """Returns AdamW with weight decay for matrices only. With ``--optimizer muon``, Muon steps the
+    matrices of blocks, each on one rank; AdamW steps each rank's slices of the others."""
     of_muon = []
     if settings.optimizer == "muon":
         of_muon = [p for p in model.blocks.parameters() if p.ndim == 2]
@@ -177,7 +177,7 @@ class Job:
             )
         step = source.load().step
         if source is self.local and step is not None:
-            self.local.save_async(step)  # nodes that were lost had copies of others
+            self.local.save_async(step)  # restores the copies that lost nodes had
         line = f"resumed after step {step} from {folder}"
         if step is not None and step >= self.settings.last_step:
             line += "; nothing is left to train: raise --steps, or start anew in another --out"
@@ -191,9 +191,9 @@ class Job:
             self.checkpointer.save(step)
 
     def train(self) -> int:
-        """Train from where the curve ends to the last step, and add to it.
+        """Train from the end of the curve to the last step, and append records to the curve.
 
-        Returns the number of the signal that ended it before, or 0.
+        Returns the number of the signal that ended training early, or 0.
         """
         with Interruption() as interruption:
             stop = self._train(interruption)
@@ -260,7 +260,7 @@ class StepReader:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave the time since the last read out of the speed."""
+        """Exclude the time since the last read from the measured speed."""
         self.since = time.perf_counter()
 
     def add(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:

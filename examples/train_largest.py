@@ -3,11 +3,11 @@
     python examples/train_largest.py --folder /path/on/a/local/disk [--memory 4] [--steps 3]
 
 One process, on a CPU, with everything on disk that ``fe.Offload`` can keep there. Two small models
-of the same width are trained for two steps, each in a process of its own; memory grows by the same
-number of bytes with each block, and space on the disk too. From both follows the number of blocks.
-Memory is the largest anonymous resident set (``RssAnon``, Linux) above that before the model: pages
-of files are the system's to drop. glibc maps allocations above 64 KiB (``MALLOC_MMAP_THRESHOLD_``),
-so that holes of its heap add little.
+of the same width are trained for two steps, each in a process of its own. Each further block adds
+the same number of bytes in memory and on disk, so the two measurements give the number of blocks
+that fit. Memory is the growth of the anonymous resident set (``RssAnon``, Linux) from before the
+model to its peak; it excludes pages of files, which the system can drop. glibc maps allocations
+above 64 KiB (``MALLOC_MMAP_THRESHOLD_``), so that holes of its heap add little to the peak.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ GIB = 2**30
 # Bytes of an element: fp32, and AdamW's two moments.
 ROLE_BYTES = {"main_weights": 4, "gradients": 4, "optimizer_state": 8}
 PROBES = (4, 24)  # blocks
-# Of the free space, and of the memory that may be used: runs differ by some percent.
+# Fraction of the memory and of the disk space to use, since runs differ by some percent.
 SHARE = 0.85
 HEAD = 64  # width of an attention head
 
 
 def offloaded_roles() -> set[str]:
-    """Those of the roles that this release can offload."""
+    """Returns the roles of ``ROLE_BYTES`` that this release can offload."""
     return {field.name for field in dataclasses.fields(fe.Offload)} & ROLE_BYTES.keys()
 
 
 def offload(folder: Path) -> fe.Offload:
-    """Everything that can lie on disk does."""
+    """Returns an extension that keeps all offloadable roles on disk."""
     places: dict[str, Any] = dict.fromkeys(offloaded_roles(), "disk")
     return fe.Offload(folder=folder, **places)
 
 
 def bytes_on_disk(num_elements: int) -> int:
-    """Of a model's state, as the above has it."""
+    """Bytes on disk of a model's state, with :func:`offload`."""
     return num_elements * sum(ROLE_BYTES[role] for role in offloaded_roles())
 
 
@@ -72,7 +72,7 @@ class PeakMemory:
 
     @staticmethod
     def now() -> int:
-        """Bytes."""
+        """Returns the current anonymous resident memory in bytes."""
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
         (line,) = (line for line in lines if line.startswith("RssAnon:"))
         return int(line.split()[1]) * 1024
@@ -93,10 +93,10 @@ class Job:
     """A model to train for some steps.
 
     Attributes:
-        config: of the model.
-        folder: of the disk.
-        steps: how many.
-        data: folder of text; None: Python's standard library.
+        config: Config of the model.
+        folder: Folder on the disk for the state.
+        steps: Number of steps.
+        data: Folder of text. None: Python's standard library.
     """
 
     config: GPTConfig
@@ -106,7 +106,7 @@ class Job:
 
     @property
     def num_elements(self) -> int:
-        """Of the model."""
+        """Number of the model's parameters."""
         with torch.device("meta"):
             return sum(param.numel() for param in GPT(self.config).parameters())
 
@@ -151,13 +151,13 @@ def report(line: str) -> None:
 
 
 def width_for(memory: int) -> int:
-    """A width of which four blocks' weights, gradients and state take a quarter of the memory."""
+    """A width for which weights, gradients and state of four blocks fill a quarter of memory."""
     largest = math.sqrt(memory / 4 / (4 * sum(ROLE_BYTES.values()) * 12))
     return int(min(4096, max(HEAD, 2 ** math.floor(math.log2(largest)))))
 
 
 def config_of(width: int, num_layers: int, sequence_length: int) -> GPTConfig:
-    """Every block's activations are computed again in backward."""
+    """Returns a config in which backward recomputes the activations of each block."""
     return GPTConfig(
         sequence_length=sequence_length,
         num_layers=num_layers,
@@ -189,7 +189,7 @@ def largest(memory: int, disk: int, folder: Path, sequence_length: int, data: Pa
     for name, limit, (first, second), what in limits:
         if limit < first:
             raise ValueError(f"--{name}: expected at least {first} {what}; found {limit}")
-        inputs = 4 * sequence_length * width  # of a block, kept for backward: the least
+        inputs = 4 * sequence_length * width  # bytes that a block keeps at least for backward
         per_block = max(inputs, (second - first) / (PROBES[1] - PROBES[0]))
         counts.append(PROBES[0] + int((limit - first) / per_block))
         report(f"{name}: {per_block / 2**20:.2f} MiB a block, of {limit / GIB:.2f} GiB")
@@ -227,7 +227,7 @@ def main() -> None:
     memory = free if args.memory is None else args.memory * GIB
     disk = shutil.disk_usage(args.folder).free if args.disk is None else args.disk * GIB
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
-        os.environ.setdefault(name, str(2**16))  # of processes that start now
+        os.environ.setdefault(name, str(2**16))  # for processes that start from now on
     try:
         job = largest(int(memory), int(disk), args.folder, args.sequence_length, args.data)
     except ValueError as error:

@@ -50,7 +50,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--clip", type=float, default=1.0, help="largest norm of the gradient")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--devices", default="auto", help="ranks on this machine; torchrun says so itself")
+    add("--devices", default="auto", help="ranks on this machine; ignored under torchrun")
     add("--accelerator", default="auto", help="cpu, gpu or auto")
     add("--precision", choices=PRECISIONS, default="32-true", help="of Lightning")
     add("--strategy", choices=LEVELS, default="optim_grads_params", help="of fsdp_engine")
@@ -62,9 +62,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class TrainBatches:
-    """All microbatches of a run, each rank's part. It knows where it is, and Lightning keeps that
-    in checkpoints: so a run that is resumed in the middle of an epoch continues with the next
-    batch, on any number of ranks."""
+    """Iterates over this rank's part of all microbatches of a run. Lightning saves the position in
+    checkpoints, so a run that is resumed in the middle of an epoch continues with the next batch,
+    on any number of ranks."""
 
     def __init__(self, options: argparse.Namespace, plan: BatchPlan, text: Tensor, rank: int):
         self.options, self.plan, self.text, self.rank = options, plan, text, rank
@@ -80,16 +80,16 @@ class TrainBatches:
             yield _pair(self.plan.train_batch(self.text, step, microbatch, self.rank))
 
     def state_dict(self) -> dict[str, Any]:
-        """The place."""
+        """Returns the position: the number of microbatches done."""
         return {"done": self.done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Continue from the position in ``state``."""
         self.done = state["done"]
 
 
 class HeldOutBatches:
-    """The sequences of an evaluation, each rank's part."""
+    """This rank's part of the sequences of an evaluation."""
 
     def __init__(self, options: argparse.Namespace, plan: BatchPlan, text: Tensor, rank: int):
         self.num: int = -(-options.eval_sequences // options.batch_size)
@@ -116,7 +116,7 @@ class LitGPT(LightningModule):
         self.gpt: GPT | None = None
 
     def configure_model(self) -> None:
-        """Without memory: the engine fills its shards."""
+        """Build the model on the meta device. The engine initializes its shards."""
         if self.gpt is None:
             torch.manual_seed(self.options.seed)
             sizes = GPTConfig(
@@ -179,7 +179,7 @@ class LitGPT(LightningModule):
 
 
 class Losses(Callback):
-    """The mean loss of each step over all ranks, and the held-out losses; in checkpoints, too."""
+    """Records the mean loss of each step over all ranks, and held-out losses; checkpointed."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -190,34 +190,34 @@ class Losses(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """One more microbatch, whose loss Lightning has divided by their number."""
+        """Add the microbatch's loss, which Lightning has divided by the microbatches of a step."""
         self._sum += float(trainer.strategy.reduce(outputs["loss"].detach().clone()))
         if (batch_idx + 1) % trainer.accumulate_grad_batches == 0:
             self.steps.append(self._sum)
             self._sum = 0.0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """One more evaluation."""
+        """Record the loss of an evaluation."""
         self.held_out[str(trainer.global_step)] = float(trainer.callback_metrics["held_out"])
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write them down."""
+        """Write the losses to the file."""
         if trainer.is_global_zero:
             text = json.dumps({"steps": self.steps, "held_out": self.held_out}, indent=1)
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(text + "\n", encoding="utf-8")
 
     def state_dict(self) -> dict[str, Any]:
-        """All so far."""
+        """Returns all losses so far."""
         return {"steps": self.steps, "held_out": self.held_out}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from there."""
+        """Restore the losses of a checkpoint."""
         self.steps, self.held_out = state_dict["steps"], state_dict["held_out"]
 
 
 def places(options: argparse.Namespace) -> dict[str, Any]:
-    """Where ranks are: torchrun has started them, or Lightning will."""
+    """The Trainer's numbers of devices and nodes, for ranks of torchrun or of Lightning."""
     if "LOCAL_WORLD_SIZE" not in os.environ:
         return {"devices": options.devices}
     here = int(os.environ["LOCAL_WORLD_SIZE"])
@@ -226,11 +226,11 @@ def places(options: argparse.Namespace) -> dict[str, Any]:
 
 def run(options: argparse.Namespace) -> None:
     """The whole job, on one rank."""
-    # Intended: a resumed run.
+    # The folder exists when a run is resumed.
     warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
     module = LitGPT(options, read_corpus(options.data))
     folder = options.out / "checkpoints"
-    # Replaced in one moment each time; so a kill leaves the older one.
+    # The checkpoint is replaced atomically, so a kill leaves the previous one.
     saver = ModelCheckpoint(
         folder, save_top_k=0, save_last=True, every_n_train_steps=options.save_every
     )

@@ -5,8 +5,8 @@
 The base is a small Llama that the script trains first and saves in ``OUT/base``, as transformers
 saves it, in bf16. Then it is streamed from there into shards under adapters of PEFT. Checkpoints
 hold the adapters alone. Restarted, after a kill or with more ``--steps``, it resumes from the
-latest one, on any number of ranks. At the end ``OUT/adapter`` is what PEFT reads. Runs on CPU or
-CUDA.
+latest one, on any number of ranks. At the end the adapter is saved to ``OUT/adapter`` in PEFT's
+format. Runs on CPU or CUDA.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--clip", type=float, default=1.0)
     parser.add_argument("--strategy", choices=LEVELS, default="optim_grads_params")
-    parser.add_argument("--fp8-base", action="store_true", help="the base travels as fp8")
+    parser.add_argument("--fp8-base", action="store_true", help="gather the base in fp8")
     parser.add_argument("--gradient-checkpointing", action="store_true", help="by transformers")
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
@@ -64,17 +64,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 @dataclass
 class History:
-    """Losses in nats a byte, means over all ranks: of each step, and by step on held-out text."""
+    """Mean losses over all ranks, in nats a byte, of each step; held-out losses by step."""
 
     train: list[float] = field(default_factory=list)
     held_out: dict[str, float] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the losses, for a checkpoint."""
         return {"train": self.train, "held_out": self.held_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take those of a checkpoint."""
+        """Restore the losses of a checkpoint."""
         self.train, self.held_out = state["train"], state["held_out"]
 
 
@@ -85,7 +85,7 @@ def loss_of(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def make_base(settings: argparse.Namespace, corpus: Corpus, device: torch.device) -> None:
-    """Train a base model on this rank and save it; a folder is there whole or not at all."""
+    """Train a base model on this rank and save it. If the folder exists, it is complete."""
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -132,10 +132,13 @@ def build_model(settings: argparse.Namespace) -> PeftModel:
 def memory(
     model: torch.nn.Module, settings: argparse.Namespace, num_ranks: int
 ) -> tuple[list[str], int]:
-    """What a rank holds at rest by the formula and by ``fe.estimate``: in lines, and the latter.
+    """Compute a rank's bytes at rest by a formula and by ``fe.estimate``.
 
     Args:
-        model: before it is sharded.
+        model: The model, before it is sharded.
+
+    Returns:
+        Lines to print, and the bytes of ``fe.estimate``.
     """
     frozen = [each for each in model.parameters() if not each.requires_grad]
     base = sum(each.numel() * each.element_size() for each in frozen)
@@ -157,12 +160,12 @@ def memory(
 
 
 def extensions(settings: argparse.Namespace) -> list[fe.Float8]:
-    """Adapters are small and learn: they stay as they are."""
+    """Returns fp8 gathers for the base. Adapters are excluded: they are small, and trained."""
     return [fe.Float8(exclude=("**.lora_A.**", "**.lora_B.**"))] if settings.fp8_base else []
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """This rank's bytes of its state."""
+    """Bytes of the optimizer's state on this rank."""
     tensors = [
         value
         for state in optimizer.state.values()
@@ -186,7 +189,7 @@ class Job:
     memory: list[str]
     expected_at_rest: int
     history: History = field(default_factory=History)
-    at_rest: int = 0  # bytes of the engine and the optimizer, as the latter steps
+    at_rest: int = 0  # bytes of the engine and the optimizer, after its step
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -210,7 +213,7 @@ class Job:
         return float(mean_over_ranks(loss))
 
     def train(self, checkpointer: fe.Checkpointer, say: Any) -> None:
-        """From where the history ends to the last step."""
+        """Train from the end of the history to the last step."""
         settings, history = self.settings, self.history
         if not history.train:
             history.held_out["0"] = self.held_out_loss()
@@ -226,7 +229,7 @@ class Job:
 
     @torch.no_grad()
     def difference_from_peft(self) -> float:
-        """Save the adapter; what PEFT reads must compute the same. Largest difference of logits."""
+        """Save the adapter, load it with PEFT, and return the largest difference of logits."""
         folder = self.settings.out / "adapter"
         fe.save_pretrained(self.engine, folder)
         self.model.eval()
@@ -257,7 +260,7 @@ def prepare(settings: argparse.Namespace) -> Job:
         initial_values="empty",
         extensions=extensions(settings),
     )
-    torch.manual_seed(settings.seed)  # of the adapters
+    torch.manual_seed(settings.seed)  # for the adapters' values
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "load_pretrained.*lora_")  # they are not in the base
         fe.load_pretrained(engine, settings.out / "base", strict=False)

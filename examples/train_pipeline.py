@@ -31,7 +31,7 @@ from gpt import GPT, GPTConfig
 from megatron_style_loop import LossLog, start_processes
 from settings import LEVELS
 
-# One stage on each rank; or two, s and s + ranks; or two as in a V, s and 2 ranks - 1 - s.
+# Stages of rank r: r (SINGLE); r and r + ranks (LOOPED); r and 2 * ranks - 1 - r (V_SHAPED).
 SINGLE, LOOPED = ("GPipe", "1F1B"), ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble",)
 
@@ -61,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 class Stage(nn.Module):
-    """A run of a GPT's blocks; the first stage embeds tokens, the last one has the head.
+    """Consecutive blocks of a GPT. The first stage embeds tokens, the last one has the head.
 
     Parameters keep the names that they have in the whole model.
     """
@@ -79,8 +79,8 @@ class Stage(nn.Module):
             self.norm, self.head = whole.norm, whole.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens ``[batch, seq]`` or activations ``[batch, seq, width]`` to activations or logits
-        ``[batch, seq, vocab]``."""
+        """Map tokens ``[batch, seq]`` (first stage) or activations ``[batch, seq, width]`` to
+        activations or logits ``[batch, seq, vocab]`` (last stage)."""
         if self.is_first:
             positions = torch.arange(x.shape[1], device=x.device)
             x = self.token_embedding(x) + self.position_embedding(positions)
@@ -99,8 +99,8 @@ class Job:
     """What a training run needs, on one rank.
 
     Attributes:
-        engines: of this rank's stages.
-        has_first, has_last: whether they are the pipeline's first, or last, too.
+        engines: Engines of this rank's stages.
+        has_first, has_last: Whether this rank has the pipeline's first or last stage.
     """
 
     options: argparse.Namespace
@@ -129,7 +129,7 @@ class Job:
         self.optimizer.zero_grad()
         num_data = self.engines[0].mesh.size
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for loss in losses:  # elsewhere there are none
+        for loss in losses:  # empty unless this rank has the last stage
             total += loss.detach() / len(losses) / num_data
         dist.all_reduce(total)
         return float(total)

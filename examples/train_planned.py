@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 4 examples/train_planned.py --memory 48      # MiB of a rank
     torchrun --nproc-per-node 8 examples/train_planned.py --machine h100
 
-Every rank plans by itself, before there is a process group: the engine runs on a simulated clock of
-the machine, which is measured first, or named. ``fe.shard(strategy="auto")`` compares the plans of
-all ranks. Without torchrun there is one rank. Exits with 3 if nothing fits.
+Every rank plans by itself, before there is a process group. The planner simulates the engine on a
+machine, which is this one (measured first) or the one of ``--machine``. ``fe.shard`` compares the
+plans of all ranks. Without torchrun there is one rank. Exits with 3 if nothing fits.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Train a byte-level GPT with the strategy that the planner takes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--memory", type=float, help="MiB that a rank may hold; all, if none")
-    parser.add_argument("--machine", help="a preset, or a file of calibrate; this one, if none")
+    parser.add_argument("--memory", type=float, help="MiB that a rank may hold; None: all")
+    parser.add_argument("--machine", help="preset, or file of `calibrate`; None: measure")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--data", type=Path, help="a folder of text; Python's library, if none")
     return parser

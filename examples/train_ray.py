@@ -3,8 +3,8 @@
     python examples/train_ray.py --num-workers 2 --storage /shared/ray --name gpt --steps 600
 
 Ray replaces a worker that dies, and all workers resume from the latest checkpoint in ``--storage``.
-So does the same command later (``--name`` says which run), with any number of workers. What follows
-these options is for ``train_gpt.py``. It leaves ``metrics.json`` in ``--out``.
+The same command resumes the run ``--name`` later, with any number of workers. Further options are
+those of ``train_gpt.py``. ``metrics.json`` is written to ``--out``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from train_gpt import Job, prepare
 
 @dataclass
 class RayJob(Job):
-    """Its checkpoints go to Ray, and come from there."""
+    """A job that saves its checkpoints with Ray, and loads them from there."""
 
     def __post_init__(self) -> None:
         extra = {"curve": self.curve}
@@ -58,7 +58,9 @@ def parse_arguments(arguments: list[str] | None) -> tuple[argparse.Namespace, Se
     parser = argparse.ArgumentParser(prog="train_ray.py")
     parser.add_argument("--num-workers", type=int, default=2)
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
-    parser.add_argument("--storage", required=True, help="that all machines see, or s3://...")
+    parser.add_argument(
+        "--storage", required=True, help="folder that all machines see, or s3://..."
+    )
     parser.add_argument("--name", required=True, help="of the run")
     parser.add_argument("--keep", type=int, default=3, help="checkpoints")
     parser.add_argument("--max-failures", type=int, default=10, help="how often to start again")

@@ -94,8 +94,8 @@ def current_arguments(
     if (plan := deprecated.get("plan")) is not None:
         if given.get("strategy") != "auto":
             raise ValueError(
-                f'strategy: expected "auto" with a plan; found {given.get("strategy")!r}. Pass '
-                "the plan as strategy instead of plan"
+                f'strategy: expected "auto" with a plan; found {given.get("strategy")!r}. Better, '
+                "pass strategy=plan without the deprecated argument plan"
             )
         found["strategy"] = plan
     return found
@@ -121,8 +121,8 @@ def replaced(options: Mapping[str, Any], what: str, *, stacklevel: int = 4) -> d
     found = current_arguments(given, deprecated, what, stacklevel=stacklevel)
     if (num_rows := num_rows_of(deprecated)) > 1:
         raise ValueError(
-            "num_distributed_optimizer_instances: expected 1, and the sizes (outer, inner) as "
-            f"mesh; found {num_rows}"
+            f"num_distributed_optimizer_instances: expected 1; found {num_rows}. Pass the sizes "
+            "(outer, inner) as mesh instead"
         )
     return found
 

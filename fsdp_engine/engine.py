@@ -216,7 +216,7 @@ class Engine:
                     raise RuntimeError(
                         f"{what}: expected the sharded parameter as {buffer.records[index].name}; "
                         "found the full main weight of engine.unsharded(). Call this outside of "
-                        "that context; contexts that swap weights may contain it"
+                        "unsharded(); unsharded() within a context that swaps weights is allowed"
                     )
 
     def check_trained_weights(self, what: str) -> None:

@@ -88,8 +88,8 @@ class EngineExtension:
         name = type(self).__name__
         if setup.experts is not None:
             raise ValueError(
-                f"extensions: expected a model without experts on other ranks for {name}; found "
-                "an expert mesh"
+                f"extensions: expected no expert mesh, since {name} does not support experts on "
+                "other ranks; found one"
             )
         for record in setup.plan.records:
             if record.spread is not None:

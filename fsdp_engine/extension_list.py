@@ -94,8 +94,8 @@ EXTENSIONS: tuple[Extension, ...] = (
         advice=[
             (
                 "all-gather",
-                "where they use different modules, or evaluate different numbers of batches, run "
-                "that in engine.together()",
+                "where ranks use different modules, or evaluate different numbers of batches, use "
+                "engine.together()",
             ),
             ("together()", "call engine.await_ranks() before collectives of your own within it"),
         ],
@@ -125,7 +125,10 @@ EXTENSIONS: tuple[Extension, ...] = (
         "mean_loss",
         methods=("even_batches", "even_steps", "last_mean_loss", "mean_loss", "weighting_losses"),
         advice=[
-            (name, "where they train different numbers of batches, use engine.even_batches(loader)")
+            (
+                name,
+                "where ranks train different numbers of batches, use engine.even_batches(loader)",
+            )
             for name in ("all-gather", "reduce-scatter", "all-reduce")
         ],
     ),

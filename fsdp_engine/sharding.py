@@ -437,7 +437,8 @@ def _rows_of(sizes: object, num_ranks: int) -> int:
     assert isinstance(sizes, list | tuple)
     if len(sizes) not in (1, 2) or math.prod(sizes) != num_ranks or min(sizes) < 1:
         raise ValueError(
-            f"mesh: expected one or two sizes of {num_ranks} ranks; found {tuple(sizes)}"
+            f"mesh: expected one or two sizes, with a product of {num_ranks} (the ranks); found "
+            f"{tuple(sizes)}"
         )
     return sizes[0] if len(sizes) == 2 else 1
 

@@ -23,7 +23,7 @@ SUMS = [f"{a} + {b} = {a + b}\n" for a in range(100) for b in range(100)]
 random.Random(0).shuffle(SUMS)
 TEXT = torch.tensor(list("".join(SUMS).encode()))  # a token is a byte
 TRAIN, HELD_OUT = TEXT[:-10_000], TEXT[-10_000:]
-LENGTH, ROWS, PARTS = 32, 24, 2  # 24 rows are a step on any number of ranks that divides 12
+LENGTH, ROWS, PARTS = 32, 24, 2  # 24 rows in 2 parts: ranks must divide 12
 
 
 class GPT(nn.Module):

@@ -102,8 +102,8 @@ class FSDPModule(fsdp.FSDPModule):
             group.requires_gradient_sync = group.unit.options.syncs = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Set whether the next backwards reduce gradients along axes over which they are not
-        sharded. They do not after ``set_requires_gradient_sync(False)``."""
+        """Set whether the next backwards reduce gradients along axes over which gradients are not
+        sharded. No effect after ``set_requires_gradient_sync(False)``, which disables them."""
         for group in _groups(self, recurse):
             group.unit.options.syncs = group.requires_gradient_sync and bool(requires_all_reduce)
 

@@ -95,9 +95,9 @@ def fully_shard(
         mesh: Mesh of the data-parallel ranks: (inner,), or (outer, inner) for HSDP. None: all
             ranks.
         reshard_after_forward: Whether to free full parameters after forward and gather them again
-            for backward. None: True, except for the root module if backward begins with it. 1 has
-            the effect of False, and a larger number of ranks that of True, with a warning unless it
-            is the number of ranks that share a parameter.
+            for backward. None: True, except for the root module if backward begins with it. The
+            number 1 has the effect of False, a greater number that of True. A greater number that
+            is not the number of ranks that share a parameter also warns.
         shard_placement_fn: Function that is called for each parameter. Its result is checked but
             has no effect, since the engine assigns elements to ranks itself.
         mp_policy: Dtypes of this unit, and the dtypes to which its modules' inputs and outputs are
@@ -207,8 +207,8 @@ def _check_placements(
             if not isinstance(found, Shard):
                 raise NotImplementedError(
                     f"shard_placement_fn: expected Shard(dim) or None for {name}; found {found!r}. "
-                    "For other ranks than those of mesh, call fully_shard() on the modules that "
-                    "have such parameters, with their own mesh"
+                    "To shard some parameters over other ranks, call fully_shard() on their "
+                    "modules first, with a mesh of those ranks"
                 )
             dim = found.dim + param.ndim if found.dim < 0 else found.dim
             if not 0 <= dim < max(param.ndim, 1):

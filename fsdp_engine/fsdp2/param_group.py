@@ -184,9 +184,9 @@ class ParamGroup:
                 )
             else:
                 raise ValueError(
-                    f"{buffer.records[0].name}: expected {main} to stay, without the extension for "
-                    f"conversions; found a conversion to {dtype}. Convert the model before "
-                    "fully_shard()"
+                    f"{buffer.records[0].name}: expected the dtype to stay {main}, since the "
+                    f"extension for conversions is missing; found a conversion to {dtype}. Convert "
+                    "the model before fully_shard()"
                 )
             buffer.rebuild(kind, codec, resources)
 

@@ -41,7 +41,7 @@ def convert(module: nn.Module, fn: Callable[[Tensor], Tensor], apply: Callable[[
     Args:
         module: The module to convert; ``fully_shard`` was called on it.
         fn: The function that is the argument of ``_apply``.
-        apply: ``_apply`` of the module itself, for buffers, parameters of no unit and submodules.
+        apply: ``_apply`` of the module itself, for submodules, buffers and parameters of no unit.
 
     Raises:
         RuntimeError: A forward or backward of a unit is in progress.
@@ -103,7 +103,7 @@ def _new_dtypes(group: ParamGroup, fn: Callable[[Tensor], Tensor]) -> _DtypeMap:
         main = buffer.weights.main.tensor
         if main.is_meta:
             probe = fn(allocator.empty(0, main.dtype, main.device))
-            # As in FSDP2, the target of ``fn`` is the device, or the device of the main weights.
+            # As in FSDP2, ``fn`` may move to the compute device, or to that of the main weights.
             place = group.own_resources.placement.device_of_main(device)
             if probe.device.type in (device.type, place.type):
                 found[main.dtype] = probe.dtype

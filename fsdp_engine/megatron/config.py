@@ -173,7 +173,7 @@ class DistributedDataParallelConfig:
         if self.reduce_scatter_with_fp32_accumulation and self.grad_reduce_in_fp32:
             raise ValueError(
                 "reduce_scatter_with_fp32_accumulation: expected grad_reduce_in_fp32=False, since "
-                "it sends gradients in low precision; found grad_reduce_in_fp32=True"
+                "gradients are sent in low precision; found grad_reduce_in_fp32=True"
             )
 
     @property
@@ -275,13 +275,14 @@ class DistributedDataParallelConfig:
         if not self.use_megatron_fsdp and inner.value:
             raise ValueError(
                 "data_parallel_sharding_strategy: expected use_megatron_fsdp=True with "
-                f"{inner.name!r}; found False, with which use_distributed_optimizer selects the "
-                "level"
+                f"{inner.name!r}, since otherwise use_distributed_optimizer selects the level; "
+                "found False"
             )
         instances = self.num_distributed_optimizer_instances
         if instances > 1 and not Strategy.from_names(*self.level_names).depth(Role.OPTIM):
             raise ValueError(
-                "num_distributed_optimizer_instances: expected use_distributed_optimizer=True, or "
-                "use_megatron_fsdp=True with a data_parallel_sharding_strategy of "
-                f"{', '.join(list(LEVELS)[1:])}, for {instances}; found {self.level_names[0]!r}"
+                "num_distributed_optimizer_instances: expected sharded optimizer state with "
+                f"{instances} instances (use_distributed_optimizer=True, or use_megatron_fsdp=True "
+                f"with a data_parallel_sharding_strategy of {', '.join(list(LEVELS)[1:])}); found "
+                f"level {self.level_names[0]!r}"
             )

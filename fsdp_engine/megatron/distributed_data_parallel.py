@@ -379,8 +379,8 @@ class DistributedDataParallel(WrapperAttributes):
         return result
 
     def _gather_unless_overlapped(self) -> None:
-        """Gather unsharded parameters now, unless ``overlap_param_gather`` is set. Forwards then
-        issue no gathers of them, so ranks may skip a forward."""
+        """If the level does not shard parameters, gather them from the main weights now, unless
+        ``overlap_param_gather`` is set. Forwards then issue no gathers, so ranks may skip one."""
         if not self.ddp_config.overlap_param_gather and self.engine.strategy.depth(Role.PARAM) == 0:
             self.engine.start_param_sync(wait=True)
 
@@ -492,12 +492,12 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
         ddp_config: Megatron-Core's ``TorchFullyShardedDataParallelConfig`` or
             ``DistributedDataParallelConfig``, or this package's; it is copied.
             ``reshard_after_forward=False`` (or 1) keeps gathered parameters from forward to
-            backward. A larger number of ranks has the effect of True, the default, with a warning
-            unless it is the number of ranks that share a parameter.
+            backward. A number greater than 1 has the effect of True, the default. If it is not the
+            number of ranks that share a parameter, the wrapper also warns.
         module: The model; modified in place.
         sub_modules_to_wrap: Classes, or dotted paths of classes, whose modules become units. None:
             transformer layers and the modules outside of them. Classes in ``_fsdp_modules``
-            attributes of modules are added (if this argument is None, to Megatron-Core's default).
+            attributes of modules also become units (with None: besides Megatron-Core's default).
         disable_bucketing: Use one bucket for each kind of parameter that belongs to no unit.
         process_group: The group of data-parallel ranks. None: the group of ``parallel_state``,
             including context parallelism, if that is initialized.

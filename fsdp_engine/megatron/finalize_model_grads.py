@@ -129,8 +129,8 @@ def update_expert_biases(
 def update_quantile_biases(
     routers: Sequence[Any], group: ProcessGroup | None, momentum: float, device: torch.device
 ) -> None:
-    """Update the biases of quantile balancing of all ranks of the group in one all-reduce, and zero
-    the sums of quantiles.
+    """Average the quantiles over the group in one all-reduce, update the biases of quantile
+    balancing, and zero the sums of quantiles.
 
     Args:
         routers: Modules with ``qb_beta`` (the bias) and ``qb_beta_accum`` (the sum of quantiles),

@@ -186,8 +186,8 @@ class _ShardedOptimizer(_NormGroups):
 
         Args:
             entries: Megatron-Core's sharded state dict of the model.
-            is_loading: Put uninitialized tensors into the entries, to load into, and gather
-                nothing.
+            is_loading: Gather nothing; the entries have uninitialized tensors, which the load
+                fills.
             metadata: The metadata of the checkpoint.
 
         Raises:
@@ -202,8 +202,8 @@ class _ShardedOptimizer(_NormGroups):
             if id(param) not in by_param:
                 raise ValueError(
                     f"model_sharded_state_dict: expected an entry for {names[id(param)]}; found "
-                    "none. Pass the result of sharded_state_dict() of the wrapped modules, of all "
-                    "chunks together, before another call of it"
+                    "none. Call sharded_state_dict() of all wrapped chunks, and pass the results "
+                    "together, before you call it again"
                 )
         packed = self.optimizer.state_dict()
         steps = [state[_STEP] for state in packed[_STATE].values() if _STEP in state]
@@ -393,8 +393,8 @@ class ShardedFloat16Optimizer(_ShardedOptimizer, Float16OptimizerWithFloat16Para
 
 
 class ShardedChainedOptimizer(_NormGroups, ChainedOptimizer):
-    """Megatron-Core's ``ChainedOptimizer`` of sharded optimizers. It sums the statistics of the
-    optimizers, even where Megatron-Core reduces them over one group at once."""
+    """Megatron-Core's ``ChainedOptimizer`` of sharded optimizers. Each optimizer reduces its own
+    statistics, which are then summed. Megatron-Core reduces some together, over one group."""
 
     @torch.no_grad()
     def norm_of_group(self, norm_group: str | None) -> float:
@@ -427,8 +427,8 @@ def sharded_optimizer(
     if isinstance(megatron_optimizer, Float16OptimizerWithFloat16Params):
         if any(map(len, getattr(megatron_optimizer, "float16_groups", ()))):
             raise ValueError(
-                "preserve_fp32_weights: expected True, since Megatron-Core's optimizer would make "
-                "fp32 copies of main weights in a narrower dtype; found False"
+                "preserve_fp32_weights: expected True, since main weights are in a narrower dtype "
+                "than fp32 and Megatron-Core's optimizer would copy them to fp32; found False"
             )
         sharded = ShardedFloat16Optimizer(inner, config, megatron_optimizer.grad_scaler, init_state)
     else:

@@ -65,7 +65,10 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[object, str]] = {
     ),
     "gtp_weight_remat_size": (1, _UNSUPPORTED_WEIGHT_SHARDS),
     "expert_gtp_weight_remat_size": (1, _UNSUPPORTED_WEIGHT_SHARDS),
-    "flextron": (False, "finalize_model_grads does not sum its routers' gradients over stages"),
+    "flextron": (
+        False,
+        "finalize_model_grads does not sum Flextron routers' gradients over stages",
+    ),
 }
 # Fields of Megatron-Core's configs that only one wrapper reads, with the wrapper's name.
 _FIELD_OF_WRAPPER = {"reshard_after_forward": "TorchFullyShardedDataParallel"}

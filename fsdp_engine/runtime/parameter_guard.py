@@ -114,8 +114,8 @@ def check_same(
                 if (found.dtype, found.device) != (main.dtype, main.device):
                     raise ValueError(
                         f"{record.name}: expected {main.dtype} on {main.device}, as at shard(); "
-                        f"found {found.dtype} on {found.device}. Without an extension for "
-                        "this, change the model before shard()"
+                        f"found {found.dtype} on {found.device}. Convert or move the model before "
+                        "shard(), since no installed extension does it afterwards"
                     )
 
 

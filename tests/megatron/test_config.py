@@ -116,7 +116,7 @@ REFUSED: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
         {INSTANCES: 2},
     ),
     # The named strategy counts, not use_distributed_optimizer.
-    (ValueError, (INSTANCES, "found 'no_shard'"), FSDP | {INSTANCES: 2, DISTRIBUTED: True}),
+    (ValueError, (INSTANCES, "found level 'no_shard'"), FSDP | {INSTANCES: 2, DISTRIBUTED: True}),
 ]
 
 

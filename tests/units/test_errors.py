@@ -56,7 +56,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
         for mesh in ("cuda", "2x2", 4.0)
     ),
     *(
-        ({"mesh": sizes}, ValueError, ("mesh: expected one or two sizes of",))
+        ({"mesh": sizes}, ValueError, ("mesh: expected one or two sizes",))
         for sizes in ((3, 5), (2, 1, 1), (-1, -2))
     ),
     ({"units": [3]}, TypeError, ("units",)),
