@@ -128,6 +128,16 @@ class PlanOptions(PlanFields):
                 if each is not None:
                     check_count(name, each, f"{what} of 1 or more")
         self._check_global_batch()
+        if self.formulas and self.optimizer is not None:
+            raise ValueError(
+                "optimizer: expected None with formulas, which count the state of AdamW; found "
+                f"{self.optimizer!r}. fe.estimate(optimizer_bytes_per_element=...) counts others"
+            )
+        if self.pipeline == 1 and self.schedule_names != ["1F1B"]:
+            raise ValueError(
+                "schedules: expected a pipeline of more than 1 rank, whose schedules they are; "
+                f"found {self.schedules!r} with pipeline=1"
+            )
         if self.tensor_parallel == AUTO and self.parallelize is not None:
             raise ValueError(
                 "tensor_parallel: expected numbers of ranks with parallelize, since 'auto' reads "

@@ -245,6 +245,7 @@ class PlanRequest:
                 "meshes, checkpointing, microbatch_sizes: expected at least one candidate; found "
                 "none"
             )
+        found = list(dict.fromkeys(found))  # an option may contain a value twice
         return quick_candidates(found) if self.options.quick else found
 
     def _check_inner_sizes(self, sizes: Collection[int]) -> None:

@@ -172,7 +172,10 @@ class _Planning:
         except SimulationError as error:
             if not error.needs_values or not self._data_parallel:
                 raise
-            return self._by_formulas(str(error), replan)
+            why = str(error)
+            if self._options.optimizer is not None:
+                why += ". Formulas count the optimizer state of AdamW, not of the given optimizer"
+            return self._by_formulas(why, replan)
 
     def _by_simulations(self, replan: Callable[..., StrategyPlan]) -> StrategyPlan:
         outcomes = self._simulated()

@@ -136,6 +136,8 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"global_batch": -1}, "global_batch: expected tokens or samples of a step, more than 0"),
     ({**GLOBAL, "microbatches": 2}, "microbatches: expected 1, the default, with"),
     ({**GLOBAL, "formulas": True}, "global_batch: expected formulas=False, since"),
+    ({"formulas": True, "optimizer": torch.optim.SGD}, "optimizer: expected None with formulas"),
+    ({"schedules": "Interleaved1F1B"}, "schedules: expected a pipeline of more than 1 rank"),
     ({**GLOBAL, "microbatch_sizes": (4,)}, "expected a divisor of a rank's 6 rows in a step"),
     ({"sequences": (0,)}, "sequences: expected lengths of 1 or more"),
     (
