@@ -135,7 +135,7 @@ def verify_(
 
 def _print_verdict(verdict: Verdict) -> None:
     """Print a line for a checkpoint, and a line for each damage."""
-    size = f"{verdict.num_files} files, {format_bytes(verdict.num_bytes)}"
+    size = f"{counted(verdict.num_files, 'file')}, {format_bytes(verdict.num_bytes)}"
     if verdict.damages:
         typer.echo(f"DAMAGED {verdict.folder} ({size})")
     elif verdict.has_checksums:
@@ -151,7 +151,13 @@ def _print_verdict(verdict: Verdict) -> None:
         typer.echo(f"  not part of the checkpoint: {tables.listed(verdict.strays)}")
 
 
-@app.command()
+@app.command(
+    # Typer keeps the line breaks of a docstring.
+    help="Write the model's tensors as safetensors, in Hugging Face's layout.\n\n"
+    "These are the trained weights, or their averages (--averages ema). Files of an earlier export "
+    "are replaced. A tied weight is written once, under its first name: read such a file with "
+    "safetensors.torch.load_model."
+)
 def export(
     path: PathArgument,
     directory: Annotated[Path, typer.Argument(help="output directory; created if missing")],
@@ -165,9 +171,7 @@ def export(
     ] = None,
     trust: TrustOption = False,
 ) -> None:
-    """Write the model's tensors as safetensors, in Hugging Face's layout: the trained weights, or
-    their averages (--averages ema). A tied weight is written once, under its first name: read such
-    a file with safetensors.torch.load_model."""
+    """Write the model's tensors as safetensors, in Hugging Face's layout."""
     if dtype is not None and dtype not in DTYPES:
         raise typer.BadParameter(f"--dtype: expected one of {', '.join(DTYPES)}; found {dtype!r}")
     with _errors_reported():
@@ -190,7 +194,7 @@ def export(
             )
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
-    typer.echo(f"{folder} -> {directory}: {len(files)} files, {format_bytes(size)}")
+    typer.echo(f"{folder} -> {directory}: {counted(len(files), 'file')}, {format_bytes(size)}")
     keys = checkpoint.saved.below(EXTRA_TENSORS)
     others = sorted({key.split(".")[1] for key in keys})
     if others and averages is None:

@@ -356,5 +356,5 @@ def check_dtypes(name: str, dtypes: Any) -> None:
         raise ValueError(
             f"{name}: expected gradients that are sent, summed, accumulated and passed to the "
             f"optimizer in torch.float32, with FixedOrderSums; found {', '.join(map(str, sums))}. "
-            "Set these dtypes in mp_policy"
+            "Set these dtypes in mp_policy; build a float64 model in float32"
         )

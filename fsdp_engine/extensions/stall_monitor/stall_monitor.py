@@ -430,10 +430,11 @@ class StallMonitor(Monitor):
     def _log_stall(self, label: str, ranks: Sequence[int]) -> None:
         missing = self.missing_at(label, ranks)
         _log.error(
-            "rank %d has waited %.0f s for %s: %s",
+            "rank %d has waited %.0f s for %s at %s: %s",
             self._rank,
             activity.PATIENCE_SECONDS,
             label,
+            _user_frame(self._training_thread),
             f"{missing}. {activity.advice_on_calls(label)}"
             if missing
             else "all ranks have reached it",
