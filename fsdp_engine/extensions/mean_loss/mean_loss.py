@@ -276,7 +276,7 @@ class MeanLosses(GradientObserver):
                 "batch that does not count (after this exception, call engine.reset())"
             )
         before = torch.nan if self._last is None else self._last
-        self._last = torch.where(is_mean, (total / count).float(), before)
+        self._last = torch.where(is_mean, total / count, before)
         if self._has_last is not True:
             self._has_last = step.num_reached > 0 or is_mean | self._has_last
         inverse = torch.where(count > 0, step.divisor / count, 0.0)
@@ -374,7 +374,7 @@ def weighting_losses(engine: Engine, weight: float) -> Iterator[Callable[[], int
 
 def _last_mean_loss(engine: Engine) -> Tensor | None:
     """The mean loss of the last step with calls of ``mean_loss``, over the samples of all ranks
-    and microbatches: 0-d, fp32, equal on all ranks. NaN if there were no samples. None before the
+    and microbatches: 0-d, fp64, equal on all ranks. NaN if there were no samples. None before the
     first such step."""
     return engine.extension(MeanLosses).last
 

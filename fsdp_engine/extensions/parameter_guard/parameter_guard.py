@@ -237,7 +237,7 @@ def _unknown(name: str) -> ValueError:
     return ValueError(
         f"{name}: expected the parameters that the model had when it was sharded; found a new one, "
         "which would be trained on each rank for itself and would not be saved. Add parameters and "
-        "modules (adapters, a new head) before shard()"
+        "modules (adapters, a new head, SyncBatchNorm) before shard()"
     )
 
 

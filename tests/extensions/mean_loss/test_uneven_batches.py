@@ -76,7 +76,7 @@ def check_mean(
         assert reference.relative_error(found[name], right) < 1e-12, name  # type: ignore[arg-type]
     if engine is not None:
         assert engine.last_mean_loss is not None
-        assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+        assert engine.last_mean_loss.item() == pytest.approx(loss.item(), rel=1e-12)
 
 
 def check_seeds(model: nn.Module, seeds: Iterable[int], engine: fe.Engine | None = None) -> None:
