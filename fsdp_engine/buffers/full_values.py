@@ -24,8 +24,8 @@ MAIN_TAG = 1
 
 
 def gather_main(buffer: ParamAndGradBuffer, into: Tensor | None = None) -> ShardedBuffer:
-    """Gather the full main weights into new memory, and wait for them. Main weights that are not
-    sharded are returned without a copy, unless ``into`` is given.
+    """Gather the full main weights into new memory, and wait for them. If they are not sharded and
+    ``into`` is None, return the result of :func:`present_main`.
 
     Args:
         buffer: The buffer.

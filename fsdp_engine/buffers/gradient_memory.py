@@ -13,7 +13,8 @@ them: creating them in each step costs more host time than all other work on a u
 or a view of one, when gradients are cleared, the engine leaves these tensors and their memory to
 the user, and creates new ones for the next step.
 
-:class:`.GradientShard` determines the memory that reductions write.
+:class:`.GradientShard` allocates the memory that reductions write. Subclasses can store the shard
+in other memory.
 
 The memory stays allocated in three cases: if nothing is sharded, because ``main_grad`` is a
 persistent buffer in Megatron-Core; if ``main_grad`` was returned to the user; and if
@@ -306,7 +307,8 @@ class GradientMemory:
 
         Args:
             scale: The factors of the gradients.
-            zero: Zero memory that this call allocates. False: zero only its padding.
+            zero: Zero memory that this call allocates. False: zero only its padding, if gradients
+                are not sharded.
         """
         tensors = self.tensors
         if tensors is None:

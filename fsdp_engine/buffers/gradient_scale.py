@@ -16,9 +16,9 @@ even if sums are computed in fp32.
 In fp16, small gradients would underflow if they were divided by many ranks, and sums of large
 gradients would overflow if they were not divided. So gradients that are sent in fp16 are divided by
 about the square root of the divisor before the reduction, and by the rest after it. In a buffer of
-the communication dtype they are therefore larger by the factor ``boost``, a power of two.
-(PyTorch's FSDP divides in the same two parts.) Gradients that are accumulated unsharded in fp16
-have no such buffer: they are divided once, before the reduction.
+the communication dtype they are therefore larger than the optimizer's gradients by the factor
+``boost``, a power of two. (PyTorch's FSDP divides in the same two parts.) Gradients that are
+accumulated unsharded in fp16 have no such buffer: they are divided once, before the reduction.
 
 [Note: Reducing again]
 A backward after the last reduction adds to gradients that are already reduced. Along axes over
@@ -68,7 +68,7 @@ class GradientScale:
         boost: The factor by which gradients in a buffer of the communication dtype are larger than
             those that the optimizer gets.
         average: Whether the collectives divide by the number of ranks.
-        num_ranks: The number of ranks, or the number by which users divide instead.
+        num_ranks: The divisor of sums over ranks: the number of ranks, or the user's number.
     """
 
     alpha: float
@@ -90,7 +90,7 @@ def gradient_scale(
     Args:
         spec: The dtypes, the depths and the extra divisor of the buffer.
         options: The options of the engine.
-        num_ranks: The number of ranks, or the number by which users divide instead.
+        num_ranks: The divisor of sums over ranks: the number of ranks, or the user's number.
         device: The device of the gradients.
     """
     dtypes, average = spec.kind.dtypes, options.average_in_collective
@@ -118,8 +118,8 @@ def _is_rounded_once(factor: float, dtype: torch.dtype, written: torch.dtype) ->
 
 
 def boost(divisor: float, comm: torch.dtype) -> float:
-    """Returns the factor by which gradients are larger in a buffer of the communication dtype
-    ``comm``, if they are to be divided by ``divisor``. 1.0 unless ``comm`` is fp16. See
+    """Returns the factor by which gradients in the communication dtype ``comm`` are larger than
+    the optimizer's, which are divided by ``divisor``. 1.0 unless ``comm`` is fp16. See
     [Note: Gradients in fp16]."""
     return max(1.0, 2.0 ** round(math.log2(divisor) / 2)) if comm == torch.float16 else 1.0
 

@@ -314,8 +314,9 @@ class ParamAndGradBuffer:
         return None
 
     def run_hooks(self) -> None:
-        """Run users' hooks on published gradients, add earlier gradients to the results, and run
-        users' hooks on parameters. See :class:`ParamHooks`."""
+        """Run users' hooks on published gradients, add *earlier* gradients
+        ([Note: Gradients between backwards]) to the results, and run users' hooks on parameters.
+        See :class:`ParamHooks`."""
         self.hooks.run_on_gradients(self.sharded_params)
         self.published.add_earlier()
         self.hooks.run_on_params(self.sharded_params)
@@ -381,14 +382,14 @@ class ParamAndGradBuffer:
 
         Args:
             num_ranks: Number of all ranks of the model.
-            num_others: Number of ranks of the model for each data-parallel rank.
+            num_others: ``num_ranks`` divided by the number of data-parallel ranks.
         """
         grads = self.grads.optim_grads if self.grads is not None else None
         if grads is None:
             return []
         # A DTensor is distributed over all ranks of the model. Any other parameter is sharded over
-        # the mesh of this buffer only, and `num_others` ranks of the model hold the same shard for
-        # each rank of this mesh that holds it.
+        # the mesh of this buffer only: for each rank of this mesh, `num_others` ranks of the model
+        # hold the same shard.
         parts, sharing = self.layout.num_shards, self.mesh.size * num_others
         return [
             (grads[start:stop], num_ranks // (parts * shards) if shards else sharing // parts)

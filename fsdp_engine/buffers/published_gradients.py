@@ -5,7 +5,7 @@ Between two backwards users may change ``.grad``. When the next backward begins,
 ``.grad`` of each parameter:
 
     None                     cleared: the next gradient overwrites it
-    zeroed                   cleared; without a next gradient it stays zeros, as in one process
+    zeroed                   cleared; if no gradient follows, it stays zeros, as in plain PyTorch
     as published, or edited  kept: the next gradient is added
     another tensor           kept instead of the published one: the next gradient is added
 
@@ -407,8 +407,8 @@ class PublishedGradients:
     def _keep_reduced(
         self, step: StepGradients, without: set[int], hooked: Collection[int]
     ) -> None:
-        """Keep reduced gradients, to which the next gradients are added: in the accumulation
-        buffer, or, where that is not possible, as earlier gradients.
+        """Keep reduced gradients, so that the next gradients are added to them. They stay in the
+        accumulation buffer or, where that is not possible, become earlier gradients.
 
         Args:
             step: The gradients of the step.

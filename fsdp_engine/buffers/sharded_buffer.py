@@ -10,8 +10,8 @@ reduction by a smaller one. Both run in place, one axis after the other:
                          | outer                          ^ outer
     depth 2              [..]                             [..]
 
-A gather or reduction adds one submission per axis to a chain (``comm/lanes.py``), on the lane of
-that axis. Chains are built once. Along an axis of one rank nothing is sent.
+A gather or reduction adds the collectives of each axis to a chain (``comm/lanes.py``), on the lane
+of that axis. Chains are built once. Along an axis of one rank nothing is sent.
 """
 
 from __future__ import annotations
@@ -256,8 +256,8 @@ class Reduction:
             are sent from their place.
         dtype: The dtype of the sums.
         average: Whether the collectives divide by the number of ranks.
-        boost: The factor of summands in the communication dtype ([Note: Gradients in fp16] in
-            ``gradient_scale.py``).
+        boost: The factor by which summands in the communication dtype are larger than the
+            optimizer's gradients ([Note: Gradients in fp16] in ``gradient_scale.py``).
         accumulate: Whether the last sum is added to ``into``.
     """
 
@@ -318,8 +318,8 @@ def _copy_source(source: Tensor | None, target: Tensor) -> Steps:
 def _scatter(
     comm: Communicator, sent: Tensor, out: Tensor, is_final_sum: bool, how: Reduction
 ) -> Operation:
-    """Returns the operation of a reduce-scatter. ``is_final_sum``: ``out`` is in another buffer
-    than ``sent``, so the sums are divided by ``boost``."""
+    """Returns the operation of a reduce-scatter. ``is_final_sum``: ``out`` is outside of the buffer
+    of ``sent``, in which gradients are larger by ``boost``, so the sums are divided by it."""
     return partial(
         comm.reduce_scatter,
         sent,
@@ -341,10 +341,9 @@ def _all_reduce(
     tensor: Tensor,
     how: Reduction,
 ) -> None:
-    # The backend's all-reduce sums in the dtype that it sends. For sums in a wider dtype, a
-    # reduce-scatter of the communicator is followed by an all-gather. Otherwise the backend's
-    # all-reduce is used. On gloo it is as fast as these two collectives, and does not need the host
-    # between them.
+    # The backend's all-reduce sums in the dtype that it sends. Sums in a wider dtype are computed
+    # by `Communicator.reduce_scatter`, and all-gathered. Otherwise the backend's all-reduce is
+    # used. On gloo it is as fast as these two collectives, and does not need the host between them.
     if how.dtype in (None, sent.dtype):
         operation = partial(comm.all_reduce, tensor, average=how.average, tag=how.tag)
         _add_reduction(chain, context, "all-reduce", axis, tensor, tensor, operation, how)
@@ -352,7 +351,7 @@ def _all_reduce(
     is_copied = sent is not tensor
     if is_copied:
         copy(chain, context.lanes.inner_reduce, how.label, tensor, sent, how.boost)
-    if rest := tensor.numel() % comm.size:  # the shards of ranks must be equal
+    if rest := tensor.numel() % comm.size:  # all shards must have one size
         operation = partial(_sum_rest, comm, sent[-rest:], tensor[-rest:], how, is_copied)
         _add_reduction(chain, context, "all-reduce", axis, sent, tensor, operation, how)
         tensor, sent = tensor[:-rest], sent[:-rest]
@@ -370,7 +369,7 @@ def _all_reduce(
 def _sum_rest(
     comm: Communicator, sent: Tensor, out: Tensor, how: Reduction, is_copied: bool
 ) -> Steps:
-    """Write the sums of fewer elements than ranks, computed in ``how.dtype``, into ``out``."""
+    """Sum the last elements, which are fewer than the ranks, in ``how.dtype``, into ``out``."""
     sums = sent.to(how.dtype)
     yield from comm.all_reduce(sums, average=how.average, tag=how.tag)
     _scaled_copy(sums, out, 1.0 / how.boost if is_copied else 1.0)

@@ -78,7 +78,7 @@ class Weights:
         main_shard: The shard of the main weights.
         params: The full compute parameters in their own shapes.
         reshards: Whether full parameters are freed between uses.
-        needs_refresh: Whether changed main weights must be sent or cast before the next use.
+        needs_refresh: Whether each change of main weights requires a refresh before the next use.
         num_gathers: Number of gathers that provide all weights for a forward and its backward.
         unit_class: The class of units with such weights; None: :class:`~.runtime.unit.Unit`.
         transient_keys: The keys (``storage_keys`` of ``memory/allocator.py``) of storages of full
@@ -237,8 +237,8 @@ class Weights:
 
         Args:
             refreshed: The ticket of a refresh, which gathers must follow; empty: no refresh.
-            stepped: The tickets of a pending optimizer step. A refresh follows them. Without a
-                refresh, the gathers must follow them.
+            stepped: The tickets of a pending optimizer step. A refresh waits for them. Without a
+                refresh, the gathers must wait for them.
             is_held: The parameters are gathered already.
         """
         if is_held:

@@ -159,8 +159,8 @@ class ParamCodec(ABC):
         """Returns the parameter that modules compute with. Called once per parameter, in order.
 
         Args:
-            param: The user's parameter. For a codec that ``converted`` has made, it is the
-                parameter that modules compute with so far, whose contents the result then replaces.
+            param: The user's parameter. For a codec that ``converted`` has made: the parameter that
+                modules compute with, whose contents the caller replaces by those of the result.
             full: The full parameter: for each wire, a tensor of the parameter's shape. These
                 tensors may have no memory during this call.
         """
@@ -265,7 +265,8 @@ class ParamClass:
         return False
 
     def refuse_marked(self, name: str, param: Tensor) -> None:
-        """Check that a plain parameter has no attributes that only these classes may have.
+        """Check that a plain parameter has no attributes that only parameters of other classes may
+        have.
 
         Raises:
             ValueError: ``param`` has such an attribute. The message names it.

@@ -66,7 +66,7 @@ class Monitor:
         return False
 
     def begin_forward(self) -> None:
-        """Record the user's line that begins a forward pass."""
+        """Record the line of the user's code that begins a forward pass."""
 
     def watch(self, lanes: Sequence[Any]) -> None:
         """Observe the submissions to these device lanes, by replacing ``recent`` of each lane."""
@@ -161,9 +161,9 @@ def advice_on_calls(what: str) -> str:
     """Returns advice for an operation that some ranks have not reached."""
     advice = advice_for(what)
     return (
-        "All ranks must make the same calls: also evaluation, saving and norms wait for every rank"
-        f"{advice and '; '}{advice}. If the named lines are not the cause, an earlier call was "
-        "made by one rank only."
+        "All ranks must make the same calls: evaluation, saving and norms also wait for every rank"
+        f"{advice and '; '}{advice}. If the lines in this message are not the cause, an earlier "
+        "call was made by one rank only."
     )
 
 

@@ -115,7 +115,7 @@ class Communicator:
         Args:
             full: The destination.
             own: This rank's shard of ``full``.
-            encode: An operation that writes into the tensors of a sequence, its argument.
+            encode: An operation whose argument is a sequence of tensors, which it writes.
             tag: Tag that distinguishes these messages from others in flight.
         """
         yield from encode((own,))
@@ -188,7 +188,7 @@ class Communicator:
         Args:
             tensor: The summand of this rank, and the result.
             average: Divide the sum by the number of ranks.
-            tag: Tag of messages, for subclasses that send some: ``tag`` and ``tag + 1``.
+            tag: Unused here. Subclasses may send messages with ``tag`` and ``tag + 1``.
         """
         del tag
         work = self.group.allreduce([_as_reals(tensor)], self._options.all_reduce[average])

@@ -55,7 +55,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     for chunk in integers.split(_CHUNK) if len(integers) else ():
         factors = _factors(len(chunk), tensor.device)
         if chunk.dtype == torch.int64:
-            # A factor does not move the highest bit, so that signs of two elements would cancel.
+            # An odd factor leaves the highest bit in place: two sign bits would cancel in the sum.
             chunk = chunk ^ (chunk >> 32 & 0xFFFFFFFF)
         total = total * _FACTOR + factors.mul_(chunk).sum()
     return total

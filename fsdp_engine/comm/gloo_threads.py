@@ -17,8 +17,8 @@ from pathlib import Path
 _THREAD_NAME = "pt_gloo_runloop"
 _TASKS = Path("/proc/self/task")
 # Threads count as idle if they sleep at this number of consecutive checks, with this interval. One
-# check is not enough: a thread may sleep because it waits for the lock, which this thread releases
-# between checks.
+# check is not enough: a gloo thread may sleep because it waits for the lock, which the checking
+# thread releases between checks.
 _LOOKS = 3
 _INTERVAL_SECONDS = 0.005
 _MOST_SECONDS = 2.0

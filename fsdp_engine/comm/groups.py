@@ -197,7 +197,7 @@ class Ranks:
         device: The device of this rank's tensors.
         control_group: The group of all ranks for small messages. None for a single rank.
         message_group: The group of all ranks for messages that the host waits for while the device
-            computes. None of its collectives may wait for computation of the device, because a
+            computes. Its collectives must not be queued behind those of training, because a
             communicator runs its collectives in order. So on an accelerator this is a group of its
             own. None for a single rank.
     """

@@ -162,7 +162,7 @@ class Lane(Protocol):
         ...
 
     def access(self, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()) -> None:
-        """Declare that later work which is not submitted, the model's, accesses these tensors."""
+        """Declare that the model's later work, which is not submitted, accesses these tensors."""
         ...
 
     def manage(self, label: str, action: Callable[[], None], storage: Any) -> None:
@@ -175,7 +175,7 @@ class Lane(Protocol):
 
 
 class ComputeLane(Lane, Protocol):
-    """A lane on which code without submissions can run."""
+    """A lane on which the caller's code can run without :meth:`submit`."""
 
     def entered(self) -> AbstractContextManager[None]:
         """Returns a context within which work of the caller runs on this lane."""
@@ -319,7 +319,7 @@ class GradientStream:
     def has_graphs(self) -> bool:
         """Returns whether the current stream is captured into a graph, or was in an earlier call.
 
-        The host cannot observe changes of weights by replays of a graph.
+        The host cannot observe that the replay of a graph changes weights.
         """
         self._has_graphs = self._has_graphs or self._is_capturing()
         return self._has_graphs

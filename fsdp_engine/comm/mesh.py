@@ -58,8 +58,9 @@ class DataMesh(Ranks):
     """The data-parallel ranks, and their two axes, outer and inner.
 
     Attributes:
-        device_mesh: The mesh of the user, with dimensions (inner,) or (outer, inner).
-        outer: The outer axis. It has size 1 for a mesh of one dimension.
+        device_mesh: The mesh of the user, with one dimension or two (outer, inner).
+        outer: The outer axis. Its size is 1 for a mesh of one dimension that is not divided into
+            rows.
         inner: The inner axis.
         part_of: The mesh of which this one is a row. None: this mesh is not a row of another one.
     """
@@ -163,7 +164,7 @@ class DataMesh(Ranks):
         return DeviceMesh.from_group(group, self.device_mesh.device_type)
 
     def joined_with(self, others: Sequence[DeviceMesh]) -> Ranks:
-        """Returns all ranks of a model whose parameters have other mesh dimensions, too.
+        """Returns all ranks of a model with DTensors on mesh dimensions other than this mesh's.
 
         These are this mesh's ranks, and the corresponding ranks at every coordinate of the other
         dimensions (tensor parallelism, for example). Collective over all of them.

@@ -16,13 +16,13 @@ PENDING: list[weakref.ref[PendingStep]] = []
 class PendingStep:
     """An optimizer step of one buffer that compute has not waited for.
 
-    This class is a seam (see ``docs/design.md``). Its steps run on the compute lane, so none is
-    pending.
+    This class is a seam (see ``docs/design.md``). With this class, steps run on the compute lane,
+    and none is pending. A subclass can run them elsewhere.
 
     Compute waits for a pending step before it accesses a tensor of the step. Gathers of the buffer
-    are submitted after the step, so compute waits for both together. Functions of FlatDTensors,
-    accesses to their slices, to main weights and to gradients of the engine, state dicts and the
-    next backward wait for all pending steps.
+    are submitted after the step, so compute waits for both together. These wait for all pending
+    steps: functions of FlatDTensors, accesses to their slices, accesses to the engine's main
+    weights and gradients, state dicts, and the next backward.
 
     Args:
         compute: The compute lane of the engine.

@@ -103,9 +103,9 @@ def meet(
         timeout: Maximum time to wait.
         note: A text that must be the same on all ranks.
         has: Whether this rank already has the object that the rendezvous is for.
-        groups: Groups whose collectives follow the rendezvous, while no earlier collective is
-            pending. A rank that keeps waiting in a collective of one of these groups will therefore
-            not arrive. In this case the rendezvous fails, and the connections of gloo groups are
+        groups: Groups that are used after the rendezvous. None of their earlier collectives may be
+            pending, so a rank that keeps waiting in a collective of one of these groups will not
+            arrive. In this case the rendezvous fails, and the connections of gloo groups are
             closed, so that the waiting rank raises an error with the same text.
 
     Raises:

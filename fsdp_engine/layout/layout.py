@@ -76,13 +76,14 @@ class Coordinate:
 class RangesOfRanks(NamedTuple):
     """The elements of a tensor that each rank holds, in the order of ranks within a buffer.
 
-    Tensors of one shape have equal values if and only if each rank holds the same range of both.
+    For two tensors of one shape, these tuples are equal if and only if each rank holds the same
+    range of both tensors.
 
     Attributes:
         first_rank: Index of the first rank that holds elements.
         first: Number of elements of this rank.
-        next: Number of elements of each following rank, until the tensor's end, or of the last
-            rank if it is the only one. 0: there are none.
+        next: Number of elements of each following rank. If there are several, the last one may
+            hold fewer. 0: no rank follows.
     """
 
     first_rank: int
@@ -145,8 +146,8 @@ class Layout:
         )
         if broken:
             raise ValueError(
-                f"{slot.name}: expected shard boundaries (every {size}) on multiples of its "
-                f"granule {slot.granule} from {slot.offset}"
+                f"{slot.name}: expected shard boundaries (multiples of {size}) at a distance from "
+                f"its offset {slot.offset} that is a multiple of its granule {slot.granule}"
             )
 
     @property

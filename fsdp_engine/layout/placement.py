@@ -28,7 +28,7 @@ Buffers in which all steps are 64 or 256 keep their order, and ``S`` is a multip
 
 *Choice of S.* ``S`` is at least the number of elements divided by ``N``, and at least the largest
 granule. A tensor of more than ``2 S`` elements contains several boundaries at any offset, so ``S``
-is a multiple of the steps of all tensors that long. With larger ``S`` fewer tensors are that long.
+is a multiple of the steps of all such tensors. With larger ``S`` there are fewer such tensors.
 The sizes that these rules allow form a few arithmetic progressions (``_shard_sizes``). In each,
 sizes are tried at growing distance until one fits; bisection then finds the first that fits.
 
@@ -54,11 +54,11 @@ Worked example, 4 shards: ``a`` (10, 320) and ``b`` (11, 256) with rows as granu
 without. These are 6,144 elements, 1,536 for each shard.
 
 - The rule in common use: ``S`` is a multiple of lcm(320, 256) = 1,280, so 2,560: 67 % padding.
-- Here: below 1,600 ``a`` (3,200) is longer than ``2 S``, and no multiple of 320 is in [1536, 1600).
-  From 1,600 on no tensor is that long. At 1,600 ``a`` has elements [0, 3200), with a boundary after
-  5 rows. ``b`` would start at 3,200, but the boundary at 4,800 would be after 6.25 of its rows;
-  shifted by 64, to 3,264, it has the boundary after 6 rows. ``c`` follows at 6,080. So ``S`` is
-  1,600, which is no multiple of 256: 4.2 % padding, and no split saves 0.1 % more.
+- Here: if ``S`` < 1,600, ``a`` (3,200) is longer than ``2 S``, but [1536, 1600) has no multiple of
+  320. If ``S`` >= 1,600, no tensor is that long. At 1,600 ``a`` has elements [0, 3200), with a
+  boundary after 5 rows. ``b`` would start at 3,200, but the boundary at 4,800 would be after 6.25
+  of its rows; shifted by 64, to 3,264, it has the boundary after 6 rows. ``c`` follows at 6,080.
+  So ``S`` is 1,600, which is no multiple of 256: 4.2 % padding, and no split saves 0.1 % more.
 
 A block of Llama-3 8B on 1,024 ranks, with rows of 4,096 and 14,336 elements, is an example of a
 split. A single buffer has 7.7 % of padding: ``S`` is a multiple of 28,672. In separate buffers both
@@ -282,7 +282,7 @@ def _choose_buffers(classes: Sequence[_Class], num_shards: int, percent: float) 
 
 
 def _shard_sizes(classes: Sequence[_Class], num_shards: int) -> list[range]:
-    """Returns the shard sizes that the longest tensors allow, up to all elements, ascending."""
+    """Returns the shard sizes that the longest tensors allow, in ascending order."""
     high = sum(one.num_elements for one in classes)
     share = -(-high // num_shards)
     smallest = round_up(max(share, max(one.granule for one in classes)), ALIGNMENT)

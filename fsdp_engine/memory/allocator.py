@@ -26,8 +26,8 @@ At all other times the storage of readers has no memory:
     gather                  written --- memory A      read --- nothing
     compute has waited      written --- nothing       read --- memory A
 
-In builds of torch for CUDA (``_set_storage_data_ptr_access_error_msg``), access to the storage of
-readers without memory raises an error that names the unit. Other builds raise an error of torch
+In builds of torch for CUDA (``_set_storage_data_ptr_access_error_msg``), access to this storage
+while it has no memory raises an error that names the unit. Other builds raise an error of torch
 when a view is created, or in kernels that check for memory. If torch cannot swap data pointers,
 both storages are one object.
 
@@ -262,7 +262,8 @@ class Memory:
 
     Attributes:
         device: The device of the memory.
-        ledger: Bytes by role: "main", "model", "grad" (persistent); "full", "staging" (transient).
+        ledger: Bytes on ``device`` by role: "main", "model" (persistent), "grad" (freed while
+            gradients are cleared), "full", "staging" (transient), and roles of extensions.
         elsewhere: Bytes at other places than ``device``, by place and role.
         is_steady: Whether gradients stay allocated, so that steady steps allocate nothing.
         is_fixed: Whether all tensors of collectives are allocated when the engine is made.
@@ -347,8 +348,8 @@ class Memory:
     ) -> TransientStorage:
         """Returns a storage whose memory is allocated and freed repeatedly. It has no memory yet.
 
-        All storages of one ``role`` must be filled and freed on one lane. Alternatively, each
-        must be filled after compute's earlier work, and freed after compute has finished with it.
+        Either fill and free all storages of one ``role`` on one lane, or fill each of them after
+        compute's earlier work, and free it after compute has finished with it.
 
         Args:
             numel, dtype, role: See :class:`TransientStorage`.
