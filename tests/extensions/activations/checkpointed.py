@@ -17,7 +17,7 @@ BLOCKS = 4
 
 
 class Dropping(nn.Module):
-    """A block that drops, reads an argument by name, and counts its runs."""
+    """A block with dropout, an argument passed by name, and a count of its runs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""``checkpoint_units`` and ``fe.shard(checkpointing=)``: what they wrap, and that nothing but
-memory is different with them."""
+"""``checkpoint_units`` and ``fe.shard(checkpointing=)`` wrap the right modules, and change nothing
+but memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_blocks_are_checkpointed_and_nothing_else_changes() -> None:
     [
         (["blocks.0"], ("blocks.0",)),
         ([nn.Embedding, Dropping], ALL_BLOCKS),
-        # Each contains the next.
+        # blocks.1 contains blocks.1.inner, which is a Block, too.
         ([Block, "blocks.1"], ("blocks.0.inner", "blocks.1", "blocks.2.inner", "blocks.3.inner")),
         ([("blocks.0", "head")], ("blocks.0", "head")),
     ],
@@ -147,7 +147,7 @@ def test_training_proceeds_after_exceptions(level: str) -> None:
         raise KeyError("on purpose")
 
     def fail(model: Any, step: int) -> None:
-        """A forward raises in a block; then, after the blocks ran again, a backward does."""
+        """A block raises in a forward; then, after a complete forward, in the recomputation."""
         for is_late in (False, True) if step == 1 else ():
             loss = model(*token_batch(2, 0)) if is_late else None
             hook = model.blocks[2].inner.register_forward_hook(raising)

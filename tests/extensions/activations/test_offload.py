@@ -1,7 +1,7 @@
 """Activations on the host: which tensors move, and that nothing but memory is different.
 
-The host stands for the device here: copies are copies within its memory, and are counted. Their
-order is tested in ``tests/extensions/activations/test_offload_async.py``.
+The CPU serves as the device here: copies stay within host memory, and are counted. Their order is
+tested in ``tests/extensions/activations/test_offload_async.py``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def cube(x: Tensor) -> Tensor:
 
 
 class Keeps(torch.autograd.Function):
-    """Saves the tensors that ``choose`` makes of its input; backward notes what it gets."""
+    """Saves the tensors that ``choose`` makes of its input; backward records the saved tensors."""
 
     seen: ClassVar[list[tuple[Tensor, ...]]] = []
 
@@ -142,7 +142,7 @@ def test_a_storage_moves_once_and_views_of_it_share_memory() -> None:
     found = offload(model)
     x = torch.randn(64, 64, requires_grad=True)
     y = model[0](x)
-    # Its input, and the product that is multiplied by the scale; the scale itself.
+    # The block's input, the product that is multiplied by the scale, and the scale.
     assert 2 * x.nbytes <= found.pool.bytes_in_use <= 2 * x.nbytes + 64
     Keeps.seen.clear()
     model[2](model[1](y)).sum().backward()
@@ -181,7 +181,7 @@ def test_of_a_large_storage_the_range_that_is_saved_moves_and_small_ranges_stay(
         model = blocks(lambda x: x * data[640 : 640 + len(x)])
         found = offload(model, fe.OffloadActivations(min_bytes=min_bytes))
         loss = model(torch.randn(num, requires_grad=True)).sum()
-        # Two ranges of 256 bytes, of which one begins in the middle of 512.
+        # The ranges of `data` and of the product have 256 bytes each.
         assert (0 < found.pool.bytes_in_use <= most) if most else not found.pool.bytes_in_use
         loss.backward()
 
@@ -199,7 +199,7 @@ def test_memory_of_the_engine_and_buffers_stay() -> None:
         found = offload(model, memory=memory)
         x = torch.randn(64, 64, requires_grad=True)
         loss = model(x).sum()
-        # Of each block the product that is multiplied by the scale.
+        # Each block saves the product that is multiplied by the scale.
         assert 3 * x.nbytes <= found.pool.bytes_in_use <= 3 * x.nbytes + 3 * 64
         loss.backward()
     assert not memory.owns(x)
@@ -368,7 +368,7 @@ def test_gradients_are_the_same_to_the_last_bit(name: str, in_flight: int | None
         found.append([gradients(model, RUNS[name]) for _ in range(2)])
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(one, other)
-    # What still lies on the host is of forwards that are kept until they are copied.
+    # Host memory still in use belongs to forwards that are held until they are copied.
     loss = model(*token_batch(2, 0))
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):

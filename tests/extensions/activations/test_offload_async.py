@@ -131,7 +131,7 @@ def test_the_last_block_is_used_as_it_is_and_the_others_are_copied_once() -> Non
 
 @on_ranks(1)
 def test_copies_run_beside_compute() -> None:
-    """The host has submitted a block before the copies of the one before have begun."""
+    """The host submits a block before the copies of the previous block have begun."""
     model, _, x = waves(2)
     model(x).sum().backward()
     moves = moves_of(model)
@@ -151,7 +151,7 @@ BLOCK = SAVED * 4 * WAVES
 
 
 class Waves(nn.Module):
-    """A block that saves ``SAVED`` tensors of ``WAVES`` elements: its outputs, but the last."""
+    """A block that saves ``SAVED`` tensors of ``WAVES`` elements: the outputs of tanh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_the_device_holds_one_block_and_those_in_flight() -> None:
     for num_blocks in (6, 12):
         for in_flight in (0, BLOCK, 3 * BLOCK):
             found = peak(num_blocks, in_flight)
-            # Beside them the input and the output of the block, or three gradients.
+            # The block also has an input and an output, or three gradients.
             assert found <= BLOCK + in_flight + 3 * tensor + 2**12, (num_blocks, in_flight, found)
         assert abs(peak(num_blocks, None) - peak(num_blocks, BLOCK)) <= 2**12
 
@@ -296,8 +296,8 @@ def test_waits_for_copies_are_measured_by_block() -> None:
 @pytest.mark.parametrize("restored", [False, True])
 @on_ranks(1)
 def test_without_waits_for_copies_training_is_wrong(restored: bool) -> None:
-    """The control of the others: they would notice. Memory is freed before it was copied, or read
-    before it was copied back."""
+    """A control for the other tests: memory is freed before it is copied, or read before it is
+    copied back."""
     given = job(("no_shard", "no_shard"), sizes=(1,))
     expected = train(given, "cpu")
     waits = ActivationOffload._wait

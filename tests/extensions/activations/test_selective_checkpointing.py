@@ -66,7 +66,7 @@ def again(function: nn.Module, x: Tensor, checkpointing: Any) -> Counter[str]:
 
 
 class Products(nn.Module):
-    """Six products, by turns with a bias, and batched ones."""
+    """Six products, every second one with a bias, and a batched product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_every_second_product_runs_again() -> None:
 def test_attention_does_not_run_again(
     kernel: Any, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else torch compiles it by itself, which dispatch modes do not allow.
+    # Otherwise torch compiles flex_attention, which dispatch modes do not allow.
     monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     # Flexible attention has no backward on a CPU (torch 2.13): the scale alone has a gradient.
     x = torch.randn(1, 2, 16, 16, requires_grad=operation != "flex_attention")
@@ -175,7 +175,7 @@ def test_other_policies() -> None:
 
 
 class Ahead(Backend):
-    """The host as a device that computes later: ``shard`` moves activations of the CPU."""
+    """Treats the CPU as an asynchronous device, so that ``shard`` offloads its activations."""
 
     def runs_ahead(self, device: torch.device) -> bool:
         return True

@@ -49,7 +49,7 @@ CONFIGS: dict[str, Any] = {
     "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=4, task_type=CAUSAL),
 }
 
-# Kinds that are merged in tests, and not saved.
+# Kinds that tests merge. Tests do not save those that are not in CONFIGS.
 MERGED: dict[str, Any] = {
     **CONFIGS,
     "boft": lambda: peft.BOFTConfig(target_modules=TARGETS, boft_block_size=4, task_type=CAUSAL),

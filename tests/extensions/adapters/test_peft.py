@@ -42,7 +42,7 @@ def is_own(name: str) -> bool:
 
 
 def load_base_model(kind: str, folder: str, level: str, values: str) -> None:
-    """As a model of PEFT over what ``from_pretrained`` loads."""
+    """Load a base model under new adapters; values are those of PEFT's model."""
     expected = adapted(kind).state_dict()
     model = adapted(kind, meta=values != "cpu")
     engine = fe.shard(model, strategy=level, initial_values="same" if values == "cpu" else values)
@@ -109,7 +109,7 @@ def filled(model: torch.nn.Module, seed: int) -> None:
 
 
 def trained(kind: str, dtype: torch.dtype = torch.float32) -> peft.PeftModel:
-    """A model whose first adapter, and a second one where that can be, have values of their own."""
+    """A model whose adapters are filled with values: two adapters for "lora", else one."""
     model = adapted(kind, dtype)
     filled(model, 1)
     if kind == "lora":
@@ -145,7 +145,7 @@ def files_of(folder: Path) -> dict[str, Any]:
 
 
 def load_adapter(kind: str, base: str, folder: str, level: str, values: str) -> None:
-    """As PEFT loads it."""
+    """Load an adapter; outputs and values are those of PEFT."""
     plain: Any = llama()
     expected = peft.PeftModel.from_pretrained(plain, folder)
     model = adapted(kind, meta=values == "empty")
@@ -169,7 +169,7 @@ def test_adapters_are_saved_and_loaded_as_peft_does(
     base, theirs = tmp_path / "base", tmp_path / "theirs"
     llama().save_pretrained(base)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of embeddings that are targets
+        warnings.simplefilter("ignore")  # PEFT warns of embeddings as targets
         trained(kind).save_pretrained(str(theirs))
     for world_size, level, values in ((1, "no_shard", "same"), (2, "optim_grads_params", "empty")):
         ours = tmp_path / f"ours-{world_size}"
@@ -245,7 +245,7 @@ def test_an_adapter_of_another_scale_is_refused(method: Any) -> None:
 
 
 def classifier(*, meta: bool) -> peft.PeftModel:
-    """Over a base model that has another head."""
+    """A classifier with adapters; its head is not in the saved base model."""
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
         **{**FAMILIES["llama"][2], "num_labels": 3, "pad_token_id": 0}
@@ -270,7 +270,7 @@ def test_a_classifier_with_adapters_has_a_new_head_of_the_models_own() -> None:
         found = held(engine)
         own = found["base_model.model.score.original_module.weight"]
         copy = found["base_model.model.score.modules_to_save.default.weight"]
-        # As transformers makes a head; and the one that is trained begins with the same values.
+        # The head is initialized as in transformers, and its trained copy has the same values.
         assert own.dtype == torch.bfloat16
         assert torch.equal(own.float(), copy)
         assert 0.01 < own.float().std() < 0.04

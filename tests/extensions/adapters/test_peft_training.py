@@ -1,4 +1,4 @@
-"""Training of adapters over a frozen base: what PEFT does on one process, at every level."""
+"""Training of adapters over a frozen base equals PEFT on one process, at every level."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ def test_adapters_merge_where_weights_are_whole() -> None:
         model.add_adapter("late", lora(r=2))
     torch.testing.assert_close(reference.full_weights(model), before, rtol=0, atol=0)
     for context, change in (
-        (nullcontext, "merge_adapter"),  # weights are gathered, and products change the shards
+        (nullcontext, "merge_adapter"),  # products of gathered adapters are added to the shards
         (nullcontext, "unmerge_adapter"),
         (engine.unsharded, "merge_adapter"),
-        (torch.no_grad, "unmerge_adapter"),  # one weight after the other, which no graph may follow
+        (torch.no_grad, "unmerge_adapter"),  # writes weights one by one, outside of the graph
     ):
         getattr(plain, change)()
         with context():

@@ -1,4 +1,4 @@
-"""The example: adapters over a frozen base, killed, and on another number of ranks."""
+"""The example: adapters over a frozen base, resumed on another number of ranks after a kill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints without frozen parameters: small, of any ranks, and never taken for whole ones."""
+"""Checkpoints without frozen parameters: small, for any ranks, and not loaded as complete ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WIDTH = 128
 
 
 class Adapted(LoraLinear):
-    """With a buffer that is saved."""
+    """A LoRA layer with a buffer that is saved."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, 2)
@@ -49,7 +49,7 @@ def made(
 def trained(
     model: nn.Module, engine: fe.Engine, optimizer: torch.optim.Optimizer, first: int, last: int
 ) -> list[float]:
-    """Losses; the same batch on every rank, so that their number does not matter."""
+    """Returns losses. Ranks have the same batch, so the number of ranks does not matter."""
     losses = []
     for step in range(first, last):
         batch = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -63,7 +63,7 @@ def trained(
 
 
 def changed(engine: fe.Engine) -> dict[str, Tensor]:
-    """Values before 1 is added to each parameter."""
+    """Add 1 to each parameter; returns the values before."""
     before = reference.full_weights(engine.model)
     with torch.no_grad():
         for param in engine.model.parameters():
@@ -86,11 +86,11 @@ def save_after(folder: str, level: str, num_steps: int) -> None:
 
 
 def go_on(folder: str, level: str) -> tuple[list[float], int]:
-    """Losses of the fourth and fifth step after a load, or of a run that was not interrupted."""
+    """Returns losses of the steps 4 and 5, resumed or not interrupted, and the count of calls."""
     job = made(level)
     if not folder:
         return trained(*job, 0, 5)[3:], int(job[0][0].calls)
-    # The adapters of another run; its base is what it was.
+    # Adapters get other values, and the base keeps its values.
     with torch.no_grad():
         for param in job[0].parameters():
             if param.requires_grad:

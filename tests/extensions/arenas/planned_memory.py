@@ -21,7 +21,7 @@ def uneven_model() -> Regression:
 
 
 class Order(Small):
-    """Five blocks of different sizes, in an order of one's own, which may change."""
+    """Five blocks of different sizes, called in ``order``, which may change."""
 
     def __init__(self, *order: int) -> None:
         super().__init__(5)
@@ -37,7 +37,7 @@ def arenas_of(engine: Any) -> dict[str, Arena]:
 
 @contextmanager
 def counting_fills(engine: Any) -> Iterator[list[int]]:
-    """Within it, the bytes of every fill that ordinary memory serves are noted."""
+    """Yields a list that records the bytes of every fill that ordinary memory serves."""
     found: list[int] = []
     fill = Memory.fill
 

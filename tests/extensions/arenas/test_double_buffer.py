@@ -53,7 +53,7 @@ class Halves(nn.Module):
 
 
 class InHalves(models.Regression):
-    """The first unit gets one gradient before the others' come, and one after."""
+    """The first unit gets one gradient before those of the other units, and one after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def fail_and_go_on(model: Any, engine: Any) -> None:
 
 
 def backward_of_backward(model: Any, engine: Any) -> None:
-    """Units unexpectedly stay full between the two."""
+    """Units unexpectedly stay full between the first and the second backward."""
     optimizer = reference.sgd(model.parameters())
     for number in range(6):
         x, y = batch(number)
@@ -341,8 +341,8 @@ def test_nothing_is_allocated_after_the_second_step(
             train(plain_model, plain, (2,))
             held, peak = engine.memory_bytes(), plain.peak_memory_bytes()
             for role, arena in arenas_of(engine).items():
-                # The bytes at one time, each storage rounded up to 512 bytes; more only where
-                # sizes differ.
+                # The load is the peak, with each storage rounded up to 512 bytes; it is larger only
+                # where sizes differ.
                 load, length = arena.load, 0 if arena.memory is None else arena.memory.numel()
                 assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
                 assert held.pop(role, 0) == length, (name, role)
@@ -399,7 +399,7 @@ def test_other_orders_are_served_by_ordinary_memory_until_the_arena_grows(strate
     for number, model.order in enumerate([(3, 0, 4, 2, 1), FIVE]):
         with counting_fills(engine) as fills:
             train(model, engine, (1, 1, 1, 1))
-        # The way back is planned already where both orders have found room together.
+        # On the return to FIVE, the arena may already have room for both orders.
         assert number or len(fills) > 0
         assert len(fills) < 40
         assert_settled(model, engine, partial(train, model, engine, (1, 2)))

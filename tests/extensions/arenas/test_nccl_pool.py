@@ -1,4 +1,4 @@
-"""Memory registered with NCCL, without NCCL: calls of the pool, and calls by the pool."""
+"""Memory registered with NCCL, tested on a fake NCCL: calls to the pool and by the pool."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 
 
 class FakePool:
-    """Notes what gets memory within it.
+    """Records the storages that get memory while the pool allocates.
 
     Attributes:
         ranges: (first byte, number of bytes) by storage.
-        num_registered: how many there were when it was registered.
+        num_registered: Number of ranges when the pool was registered.
     """
 
     def __init__(self, mesh: Any, *, symmetric: bool) -> None:
@@ -70,8 +70,8 @@ class FakePool:
 
 @contextmanager
 def fake_pool() -> Iterator[Any]:
-    """Within it, engines get fake pools. Gives what collectives are told to read or write:
-    ``ranges`` of the pool, and storages ``elsewhere``, with bytes that do not lie in it."""
+    """Give engines fake pools. Yields the memory that collectives read or write: ``ranges`` of
+    the pool, and storages ``elsewhere``, with bytes outside of the pool."""
     sent = SimpleNamespace(ranges=set(), elsewhere=set())
     zeros, empty, resize = allocator.zeros, allocator.empty, torch.UntypedStorage.resize_
     submit = HostLane.submit

@@ -1,4 +1,4 @@
-"""``check_for_nan_in_grad`` and ``check_for_large_grads``: what they see, say and send."""
+"""``check_for_nan_in_grad`` and ``check_for_large_grads``: results, errors and collectives."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_check_for_nan_in_grad_sends_one_message_of_a_byte_for_each_parameter() 
         without = messages_of(level, overlap=overlap)
         found = messages_of(level, overlap=overlap, check_for_nan_in_grad=True)
         assert list((found.calls - without.calls).values()) == [1], (level, overlap)
-        # As an all-reduce over two ranks sends it.
+        # An all-reduce over two ranks sends each byte once.
         assert list((found.sent - without.sent).values()) == [5], (level, overlap)
 
 
@@ -191,7 +191,7 @@ def dot(level: str, **fields: Any) -> fe.DistributedDataParallel:
 
 
 def warnings_of(ddp: fe.DistributedDataParallel, value: float) -> list[str]:
-    """What a step warns of whose gradient has ``value`` in one element and 0 elsewhere."""
+    """Warnings of a step whose gradient has ``value`` in one element and 0 elsewhere."""
     x = torch.zeros(64)
     x[5] = value
     with warnings.catch_warnings(record=True) as caught:
@@ -205,7 +205,7 @@ def warnings_of(ddp: fe.DistributedDataParallel, value: float) -> list[str]:
 def test_check_for_large_grads_warns_beyond_ten_times_the_largest(level: str) -> None:
     for overlap in (False, True):
         ddp = dot(level, overlap=overlap)
-        # Nothing is large beside nothing, nor beside zero.
+        # No gradient is large if there were none before, or only zeros.
         for value in (0.0, 0.0, 1.0, 9.9, 1.0, 98.0, 970.0):
             assert not warnings_of(ddp, value), value
         (text,) = warnings_of(ddp, 9702.0)
@@ -267,7 +267,7 @@ def test_complex_gradients_that_are_nan_or_large_are_found(level: str) -> None:
             model(scale).backward()
     found = [str(each.message) for each in caught if "check_for_large_grads" in str(each.message)]
     (text,) = found
-    assert "have norm 36.7 on this" in text  # 30 * sqrt(6) of 2 ranks
+    assert "have norm 36.7 on this" in text  # 30 * sqrt(6), divided by 2 ranks
     model.zero_grad()
     loss = model(1.0) * (float("nan") if dist.get_rank() == 1 else 1.0)
     with pytest.raises(RuntimeError, match=r"NaN or Inf, .* in .*filter \(data-parallel rank 1\)"):
@@ -280,7 +280,7 @@ def test_the_check_for_large_gradients_is_exact_to_fp32_rounding() -> None:
     checks = fe.GradientChecks(nan=False, large=True)
     fe.shard(model, strategy="optim_grads", extensions=[checks])
     large, one = torch.randn(2_400_000), torch.zeros(2_400_000)
-    # The norm of one element is exact. That of all is 10 times as large and a bit.
+    # The norm of `one` is exact. That of `large` is slightly more than 10 times as large.
     one[0] = torch.linalg.vector_norm(large.double()) / 10 / (1 + 1e-5)
     model(one).backward()
     model.zero_grad()

@@ -49,7 +49,7 @@ class Net(nn.Module):
 def net() -> Net:
     torch.manual_seed(5)
     model = Net()
-    model.norm.eval()  # statistics of all ranks together would be another matter
+    model.norm.eval()  # statistics of a part of the batch would differ
     return model
 
 
@@ -204,7 +204,7 @@ def test_the_policy_follows() -> None:
             assert not torch.equal(reference.full(p), value)
         steps(model, sgd, range(2, 3))
         assert set(seen) == {torch.bfloat16}
-        if level != "no_shard":  # where gradients' memory stays
+        if level != "no_shard":  # no_shard keeps the memory of gradients
             assert engine.memory_bytes() == before
         model.bfloat16()
         steps(model, sgd, range(3, 4))
@@ -335,8 +335,8 @@ def test_modules_that_convert_themselves() -> None:
     assert model[1].float().total.dtype == torch.float32
 
 
-# A rendezvous checks the places of missing ranks soon, and again after as long; threads of ranks
-# answer within half a second.
+# Longest time until an error: `early_checks` lets a rendezvous check soon where missing ranks wait,
+# and the threads of ranks answer within half a second.
 MOST_SECONDS = 30.0
 
 
@@ -408,7 +408,7 @@ def error_of(level: str, num_before: int, dtypes: dict[int, str]) -> str:
     except (RuntimeError, ValueError) as caught:
         error = caught
     assert time.monotonic() - began < MOST_SECONDS
-    if dist.get_rank() in dtypes:  # it has changed nothing
+    if dist.get_rank() in dtypes:  # the conversion has changed nothing
         for param, value in zip(model.parameters(), before, strict=True):
             assert param.dtype == torch.float32
             assert torch.equal(held(param), value)
@@ -438,7 +438,7 @@ def test_a_conversion_of_all_ranks_costs_one_rendezvous() -> None:
             step(model, optimizer)
             assert len(found) == 1, found
             if dist.get_rank() == 1:
-                model.double()  # they are already
+                model.double()  # parameters are float64 already
             step(model, optimizer)
             assert len(found) == 1, found
 

@@ -19,7 +19,7 @@ from tests import reference
 from tests.models import Mlp
 
 WIDTH, NUM_BLOCKS = 6, 5
-# What a forward does with a block: calls it, in one of these ways.
+# Ways in which a forward uses a block.
 WAYS = ("plain", "checkpointed", "re-entrant", "in vain", "without gradients", "reads its weight")
 # (block, way) in order.
 Route = Sequence[tuple[int, str]]
@@ -96,7 +96,7 @@ def draw_route(draw: random.Random, ways: Sequence[str], orders: bool) -> Route:
     if not orders:
         blocks = sorted(set(blocks))
     route = [(each, draw.choice(ways)) for each in blocks]
-    # A unit's gradients come once in a backward with re-entrant checkpoints (docs/design.md).
+    # A parameter in several re-entrant checkpoints may raise (docs/internals/limits.md).
     is_repeated = {each for each in blocks if blocks.count(each) > 1}
     return [
         (each, "checkpointed" if way == "re-entrant" and each in is_repeated else way)
@@ -203,7 +203,7 @@ def check(
             assert_same_gradients(model, alone)
             if options["keeps"]:
                 engine.start_param_sync()
-            # The other ranks may step at once, and none may see their weights.
+            # Other ranks may step meanwhile; this evaluation must not read their new weights.
             with around(), torch.no_grad():
                 for number, route in enumerate(case.evaluations[step][rank]):
                     assert_same_results(model, alone, number, route)

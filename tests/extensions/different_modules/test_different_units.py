@@ -95,7 +95,7 @@ def test_models_that_leave_out_modules_train_as_in_one_process(pattern: str) -> 
         microbatches=1,
         loss_of=lambda model, batch: example_loss(model, *batch[0].tolist()),
         around=lambda engine: engine.together(),
-        compute_dtype=torch.float32,  # one rank's batch after the other
+        compute_dtype=torch.float32,  # makes one process run ranks' batches one by one
     ).check()
 
 
@@ -319,7 +319,7 @@ def test_few_units_of_other_ranks_are_kept() -> None:
                 x = layers[index](x)
             if backward:
                 x.sum().backward()
-        own, kept, voted = 5, 2, 3  # own: in use, being left, and three ahead
+        own, kept, voted = 5, 2, 3  # own: in use, about to be freed, 3 prefetched
         assert 4 <= engine.peak_memory_bytes()["full"] // size <= own + kept + voted
 
 
@@ -339,7 +339,7 @@ def test_ranks_that_agree_gather_no_more_than_outside() -> None:
     one_left_out = maze.plain(*(n for n in range(maze.NUM_BLOCKS) if n != 2 * rank))
     others = [count_gathers(engine, engine.together(), one_left_out) for _ in range(3)]
     assert together[1:] == outside[1:]
-    # What a rank gathered ahead and left out is gathered for the other one, and may be once more.
+    # A unit that a rank prefetched in vain is gathered for the other rank, and may be once more.
     assert max(others) <= outside[1] + 4
 
 
@@ -358,7 +358,7 @@ FORWARD, BOTH = b"\1\0", b"\1\1"
         (b"\0\2\0\1", b"\0\1\0\1", FORWARD, [1]),
         # Others are in backward, and go the other way.
         (b"\0\1\0\2", b"\0\0\1\1", BOTH, [1, 3]),
-        # They use others.
+        # No rank expects to use these units later.
         (b"\0\1\0\2", bytes(4), FORWARD, [1, 3]),
     ],
 )

@@ -105,7 +105,7 @@ SCENARIO = Scenario(
     loss_of=loss_of,
     around=lambda engine: engine.together(),
     steps=3,
-    compute_dtype=torch.float64,  # one rank's batch after the other
+    compute_dtype=torch.float64,  # makes one process run ranks' batches one by one
 )
 
 
@@ -236,7 +236,7 @@ def forward_of(layers: nn.ModuleList) -> Callable[..., Tensor]:
     return forward
 
 
-# Where it does nothing, and wrong arguments.
+# Calls of will_use without effect, and wrong arguments.
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)

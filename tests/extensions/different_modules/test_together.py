@@ -34,7 +34,7 @@ def test_ranks_that_agree_and_one_rank_alone() -> None:
     engine = fe.shard(model, units=maze.UNITS, strategy="optim_grads_params")
     with engine.together(), torch.no_grad():
         maze.assert_same_results(model, maze.Maze(), 0, route)
-    model(maze.inputs(0), route).sum().backward()  # outside of it as ever
+    model(maze.inputs(0), route).sum().backward()  # outside of the context forwards run as before
 
 
 @pytest.mark.parametrize("level", LEVEL_NAMES)
@@ -54,7 +54,7 @@ def test_weights_in_low_precision_are_those_of_forwards_without_it(level: str) -
             assert all(map(torch.equal, found, expected))
 
 
-# What forwards do with a block.
+# Routes of forwards: they call block 4, read its weight, or omit it.
 HABITS = {"calls": [(4, "plain")], "reads": [(4, "reads its weight")], "omits": []}
 
 

@@ -133,7 +133,7 @@ def test_averages_follow_the_formula_and_stand_in_for_the_weights(way: str) -> N
     # The model has its trained weights again, and the averages are as before.
     torch.testing.assert_close(trained(model), before, rtol=0, atol=0)
     torch.testing.assert_close(averages(ema), found, rtol=0, atol=0)
-    # A checkpoint has the state for other ranks and levels (``tests/checkpoint/test_extra.py``).
+    # ``tests/checkpoint/test_extra.py`` loads such a state on other ranks and levels.
     again = fe.EMA(engine, DECAY, **options)
     again.load_state_dict(ema.state_dict())
     torch.testing.assert_close(averages(again), found, rtol=0, atol=0)
@@ -391,7 +391,7 @@ def test_buffers_that_are_broadcast_within_the_context_stay_so() -> None:
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(2)
 def test_a_backward_is_of_the_trained_weights(level: str) -> None:
-    """Within the context there is none; after it those of earlier forwards are right."""
+    """Within the context it raises; after the context, backwards of earlier forwards are right."""
     model, engine, optimizer = build(odd_model, {"strategy": level})
     ema = fe.EMA(engine, DECAY)
     step(model, optimizer, 1)

@@ -1,4 +1,4 @@
-"""A model with dropout, batch normalization, a tie and a part that few leaves use; its training."""
+"""A model with dropout, batch normalization, tied weights and a rarely used one; its training."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def tree(values: list[Tensor]) -> Tensor:
-    """The sum of the definition: the first part is the largest power of two below the number."""
+    """The sum by definition: its first part is the largest power of two below ``len(values)``."""
     if len(values) == 1:
         return values[0]
     half = 2 ** ((len(values) - 1).bit_length() - 1)
@@ -57,7 +57,7 @@ def test_a_sum_of_zeros_has_a_positive_sign() -> None:
 
 @cache
 def expected(training: Training) -> Values:
-    """The results of one process without a process group, by rank process."""
+    """The results of one process without a process group, cached in each rank's process."""
     return training.but(shape=(), pair=("no_shard", "no_shard")).run()
 
 

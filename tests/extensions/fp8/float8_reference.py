@@ -1,5 +1,5 @@
-"""fp8 of whole tensors, written down a second time, and the loss that training with a quantising
-codec must have, computed in one process."""
+"""An independent implementation of fp8 for whole tensors, and the loss of training with a
+quantising codec in one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference_grid(tensor: Tensor, options: Float8) -> Tensor:
 
 
 def fp8_bytes(tensor: Tensor, options: Float8) -> tuple[Tensor, Tensor]:
-    """The gathered bytes of ``tensor``, and the scale of each; as a matrix."""
+    """The gathered bytes of ``tensor``, and the scale of each byte, as matrices."""
     matrix = tensor.detach().reshape(tensor.shape[0], -1)
     scales = torch.empty_like(matrix)
     for place, scale in _parts(matrix, options):
@@ -41,13 +41,13 @@ def fp8_bytes(tensor: Tensor, options: Float8) -> tuple[Tensor, Tensor]:
 
 
 def quantised(tensor: Tensor, options: Float8) -> Tensor:
-    """``tensor`` after a journey as fp8, in fp32."""
+    """``tensor``, converted to fp8 and back to fp32."""
     data, scales = fp8_bytes(tensor, options)
     return (data.view(torch.float8_e4m3fn).float() * scales).view(tensor.shape)
 
 
 def rounded_loss(quantise: Callable[[Tensor], Tensor], model: nn.Module, batch: Batch) -> Tensor:
-    """The loss with quantised copies of the matrices, whose gradients the matrices have."""
+    """The loss with quantised copies of the matrices, which get the gradients of their copies."""
     copies = {
         name: param + (quantise(param.detach()) - param.detach()) if param.ndim >= 2 else param
         for name, param in model.named_parameters()

@@ -1,4 +1,4 @@
-"""A codec in a few lines, on the base class of fp8's: parameters travel as int8."""
+"""A short codec on the base class of fp8's codec: parameters are gathered as int8."""
 
 from __future__ import annotations
 

@@ -21,8 +21,8 @@ from fsdp_engine.extensions.fp8.arithmetic import (
     to_e4m3,
 )
 
-# Parameters, and the elements of each that a rank has: within rows, whole, none, of few columns,
-# of more columns than a tile has, and none of a parameter without elements.
+# Shapes of parameters, and the range of elements that a rank has: a part, all, or none of them.
+# Some have few columns, some more columns than a tile, and one has no elements.
 CASES = {
     "unaligned": [((130, 129), (5, 16000)), ((3, 7), (0, 21)), ((4, 5), (20, 20))],
     "aligned": [((64, 256), (0, 16384)), ((96, 512), (1024, 4096)), ((16, 16), (16, 256))],

@@ -1,5 +1,5 @@
-"""fp8 on the wire: bytes are those of the definition, and training sees exactly what one process
-with the same quantiser sees. ``meetings/test_codec_contract.py`` says what splits give."""
+"""fp8 on the wire: bytes are those of the definition, and training equals that of one process
+with the same quantiser. ``meetings/test_codec_contract.py`` tests split parameters."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tables of docs/internals/fp8.md, and the columns on fp8 of levels.md, are what engines of
-real models hold and what the planner says that they send."""
+"""Engines of real models hold, and the planner estimates, the bytes in the tables of
+docs/internals/fp8.md and in the columns on fp8 of levels.md."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def make_model(recipe: str | None) -> nn.Sequential:
 
 
 def value_of(formula: str, **names: float) -> float:
-    """What "5 P + 12 P/n" says."""
+    """The value of a formula like "5 P + 12 P/n"."""
     product = re.sub(r"(?<=[\w)]) (?=[\w(])|(?<=\d)(?=[a-z])", "*", formula.replace("f'", "g"))
     found: float = eval(product, {"__builtins__": {}}, names)
     return found
 
 
 def table_after(text: str, start: str) -> dict[str, list[str]]:
-    """First cells of the table's rows, and the formulas in the others."""
+    """The formulas of each row of the table, by the first cell of the row."""
     rows = {}
     for line in text[text.index(start) :].splitlines()[1:]:
         if line.startswith("|"):
@@ -78,8 +78,8 @@ def tables() -> list[dict[str, list[str]]]:
 
 
 def held(row: str, level: str) -> dict[str, int]:
-    """Bytes on this rank: at rest, and of full parameters at most; bytes of transposes at rest and
-    in backward."""
+    """Bytes on this rank: all at rest, full parameters at the peak, transposes at rest and in
+    backward."""
     recipe, rules = ROWS[row]
     model = make_model(recipe)
     layers = [module for module in model.modules() if isinstance(module, QuantisedLinear)]

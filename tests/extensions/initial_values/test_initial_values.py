@@ -1,4 +1,4 @@
-"""Whatever values ranks bring, all start from the same ones, or an error says which differ."""
+"""All ranks start from the same values, or an error names the values that differ."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_buffer_of_several_modules_stays_one(place: Place) -> None:
             with torch.device("meta" if how == "built on meta" else "cpu"):
                 model = SharedTable()
             if how == "moved to meta":
-                model = model.to("meta")  # torch makes a tensor of each module's
+                model = model.to("meta")  # torch makes a tensor for each module
             for block in model.blocks if how == "separate" else ():
                 block.table = block.table + 1
         options = {} if "meta" in how else {"initial_values": "rank0"}
@@ -168,7 +168,7 @@ def test_ranks_that_built_other_values_raise_unless_rank_0_decides(place: Place)
         for name in ("blocks.1.0.weight", "blocks.0.1.running_mean"):
             torch.manual_seed(0)
             model = WithStatistics()
-            model.frequencies += dist.get_rank()  # not saved: made from something else
+            model.frequencies += dist.get_rank()  # not persistent, so not compared
             with torch.no_grad():
                 model.state_dict()[name].flatten()[0] += dist.get_rank() == 1
             before = dict(model.named_parameters())
@@ -469,7 +469,7 @@ def test_full_values_of_units_are_gone_when_the_next_unit_is_built(device: str) 
 
 @on_ranks(1)
 def test_a_module_with_parameters_of_two_units_has_the_values_of_one_process() -> None:
-    """A bias beside a weight that another unit has is drawn with both units."""
+    """A module with a bias in one unit and a weight in another is initialized with both units."""
     states = []
     for level in ("no_shard", "optim_grads_params"):
         torch.manual_seed(3)

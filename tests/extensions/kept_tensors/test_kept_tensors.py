@@ -1,6 +1,6 @@
 """Tensors that a unit keeps beside its output, and outputs that are changed in place.
 
-Units are not joined here: gradients are wrong only where one unit is prefetched while another
+Units are not joined here: an error would show only where one unit is prefetched while another
 computes.
 """
 

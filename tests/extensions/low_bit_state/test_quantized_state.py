@@ -1,5 +1,5 @@
-"""Optimizers of torchao and bitsandbytes with quantised state. What needs the packages themselves
-trains in ``tests/programs/test_low_bit_state.py``; here optimizers of their making do the same."""
+"""Small optimizers with quantised state, like those of torchao and bitsandbytes. The optimizers of
+the packages train in ``tests/programs/test_low_bit_state.py``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def values_of(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 class Codes(torch.Tensor):
-    """As torchao has it."""
+    """A quantised tensor, as in torchao."""
 
     block_size = BLOCK
 
@@ -76,7 +76,7 @@ class Codes(torch.Tensor):
 
 
 class MomentumOfCodes(torch.optim.Optimizer):
-    """Its momentum is quantised as torchao does, where there are whole blocks."""
+    """SGD with momentum that is quantised as in torchao, if a parameter has whole blocks."""
 
     block_size = BLOCK
 
@@ -113,7 +113,7 @@ MomentumOfCodes.__module__ = "torchao.optim.adam"
 
 
 class Momentum8bit(torch.optim.Optimizer):
-    """Its momentum is quantised as bitsandbytes does: in tensors of the state."""
+    """SGD with momentum that is quantised as in bitsandbytes, into tensors of the state."""
 
     def __init__(self, params: Any, lr: float, min_8bit_size: int = LEAST) -> None:
         super().__init__(params, {"lr": lr})
@@ -190,8 +190,8 @@ KINDS: dict[str, Any] = {"torchao": MomentumOfCodes, "bitsandbytes": Momentum8bi
 
 
 def model_of() -> nn.Module:
-    """Weights of 4,224 and 4,992 elements (16.5 and 19.5 blocks), of 4,608 (18), and of fewer than
-    are quantised."""
+    """Weights of 4,224 and 4,992 elements (16.5 and 19.5 blocks) and of 4,608 (18), and biases that
+    are too small to be quantised."""
     torch.manual_seed(0)
     layers = [nn.Linear(66, 64), nn.Tanh(), nn.Linear(64, 72), nn.Linear(72, 64), nn.Linear(64, 78)]
     return nn.Sequential(*layers)
@@ -205,7 +205,7 @@ def sharded(level: str, **options: Any) -> tuple[nn.Module, fe.Engine]:
 
 
 def train(model: nn.Module, optimizer: Any, first: int, last: int, *, alone: bool = False) -> None:
-    """Only the first rank has a gradient, so that its sum has the bits of one process'."""
+    """Only the first rank has a gradient, so that sums over ranks have the bits of one process."""
     for step in range(first, last):
         batch = torch.randn(8, 66, generator=torch.Generator().manual_seed(step))
         (model(batch) * (alone or rank_and_size()[0] == 0)).square().sum().backward()

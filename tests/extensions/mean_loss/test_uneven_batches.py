@@ -1,5 +1,5 @@
 """Ranks whose batches differ in number and size: ``even_batches`` and ``mean_loss``; at the end,
-random epochs, beside one process with the batches of all."""
+random epochs are compared with one process that has all batches."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ WIDTH = 8
 
 
 class Net(nn.Module):
-    """Blocks, of which batches may leave out one, and a head; in fp64, so that sums have one result
-    in any order. Returns the loss of each sample."""
+    """Blocks, of which batches may leave out one, and a head; in fp64, so that the order of sums
+    hardly matters. Returns the loss of each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_whether_there_is_another_batch_is_known_without_waiting() -> None:
 
     batches = engine.even_batches(counted())
     assert next(batches) == (0, 1.0)
-    assert read == [0, 1]  # and its message is sent
+    assert read == [0, 1]  # whether there is another batch is sent, too
     # Another loop in between, as an evaluation within training.
     assert [batch for batch, _ in engine.even_batches("ab")] == ["a", "b"]
     assert [batch for batch, _ in batches] == [1, 2]
@@ -274,7 +274,7 @@ def test_a_step_without_samples_has_zero_gradients() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @on_ranks(2)
 def test_the_loop_of_megatron(overlap: bool) -> None:
-    """Also where a rank has no microbatch, which it may leave out without overlap."""
+    """Also with ranks that have no microbatch; without overlap they may skip the backward."""
     model, rank = Net(), dist.get_rank()
     config = fe.DistributedDataParallelConfig(overlap_grad_reduce=overlap)
     ddp = fe.DistributedDataParallel(model, config)
@@ -424,7 +424,7 @@ def test_another_loss_in_a_step_of_its_own_is_not_divided() -> None:
         with engine.no_sync():
             add_mean(engine, rank)
         model.zero_grad(set_to_none=to_none)
-        model(rows(3, rank)).mean().backward()  # a step of its own, as is one after a reduction
+        model(rows(3, rank)).mean().backward()  # a step of its own, like one after a reduction
         check_seeds(model, [0, 1])
         engine.reset()
         model.zero_grad()
@@ -475,7 +475,7 @@ NUM_CASES = int(os.environ.get("FSDP_ENGINE_EPOCHS", "20"))
 
 @dataclass(frozen=True)
 class Batch:
-    """Of ``size`` samples; 0: a batch that does not count."""
+    """A batch of ``size`` samples; a batch of 0 samples does not count."""
 
     seed: int
     size: int
@@ -509,8 +509,8 @@ def draw_epochs(draw: random.Random, num_ranks: int, leaves_out: bool) -> Epochs
 
 
 def batches_by_number(epoch: list[list[Batch]]) -> list[list[Batch]]:
-    """Of all ranks. Repeated ones have size 0: these do not count, but a parameter that only they
-    use has a gradient of zero, not None."""
+    """Batches of all ranks. Repeated ones have size 0: these do not count, but a parameter that
+    only they use has a gradient of zero, not None."""
     first = next((each[0] for each in epoch if each), None)
     return [
         [

@@ -139,7 +139,7 @@ def test_a_feature_gives_the_bits_of_the_cpu(
 
 
 def weights_of_mixture(level: str, device_type: str) -> dict[str, torch.Tensor]:
-    """Weights of this rank's expert and of what all ranks share, after some steps."""
+    """Weights of this rank's expert and of the shared layers, after some steps."""
     mesh = dist.init_device_mesh(device_type, (2, 2), mesh_dim_names=("copies", "experts"))
     held = mesh["experts"].get_local_rank()
     model = experts.build([held], mesh["experts"].get_group())

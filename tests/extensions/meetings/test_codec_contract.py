@@ -1,4 +1,4 @@
-"""Every codec keeps what [Note: What a codec keeps] in ``codecs/base.py`` says."""
+"""Every codec keeps the contract in [Note: What a codec keeps] of ``codecs/base.py``."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CODECS: dict[str, Callable[[], ParamCodec]] = {
     },
     **{f"te {recipe}": (lambda recipe=recipe: make_codec(recipe)) for recipe in RECIPES},
 }
-# Of which parameter, which element.
+# By parameter and element: the planted value.
 PLANTED = {(0, 3): NAN, (0, 34): INF, (2, 128): -INF, (2, 16000): NAN, (3, 1): NAN}
 
 
@@ -67,8 +67,8 @@ def mains(name: str, *, plants: bool) -> list[Tensor]:
 
 
 def encoded(codec: ParamCodec, values: list[Tensor], low: int, high: int) -> list[Tensor]:
-    """Full parameters: of this rank, which holds ``low`` to ``high`` of a line whose padding is
-    NaN."""
+    """Full parameters on this rank. Its shard is ``low`` to ``high`` of a flat buffer whose padding
+    is NaN."""
     starts, position = [], 0
     for value in values:
         starts.append(position + PADDING)
@@ -126,7 +126,7 @@ def bits(tensor: Tensor) -> Tensor:
 @on_ranks(3)
 def test_what_a_codec_keeps(name: str) -> None:
     numel = sum(each.numel() + PADDING for each in mains(name, plants=False)) + PADDING
-    for cuts in ((0, 20, 8000, numel), (0, numel - 3, numel - 3, numel)):  # and a rank of nothing
+    for cuts in ((0, 20, 8000, numel), (0, numel - 3, numel - 3, numel)):  # one empty rank
         rank = dist.get_rank()
         for plants in (False, True):
             values = mains(name, plants=plants)

@@ -1,4 +1,4 @@
-"""State of optimizers that step whole tensors lies elsewhere, on an asynchronous device."""
+"""Offloaded state of optimizers that step whole tensors, with an asynchronous device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ranks = device.ranks
 
 
 def make_reset_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """Its state is reset after its first step."""
+    """An optimizer whose state is reset after its first step."""
     optimizer = make_optimizer(params)
     resets = [optimizer.state.clear]
     optimizer.register_step_post_hook(lambda *args: resets.pop()() if resets else None)
@@ -32,8 +32,8 @@ def make_reset_optimizer(params: Iterable[Tensor]) -> torch.optim.Optimizer:
 
 
 def late(call: Callable[..., Steps], seconds: float) -> Callable[..., Steps]:
-    """The same operation of a lane, whose copies begin after ``seconds``. The host does not wait
-    for them."""
+    """``call``, an operation of a lane, with copies that begin after ``seconds``. The host does not
+    wait for them."""
 
     def steps(*args: Any) -> Steps:
         on._ext().set_delays(0.0, seconds, 0.0, 0.0, {}, False, 0)

@@ -44,8 +44,8 @@ class Exchanging(torch.optim.Optimizer):
 
 @contextmanager
 def late_disk() -> Iterator[None]:
-    """Within it state is read, and written, after a delay: a read that no step awaits ends when new
-    state is in its place."""
+    """Delay reads and writes of state: a read that no step waits for ends after new state has
+    replaced the old state."""
     with owned.small_chunks() as patch:
         for name, seconds in (("read", 0.003), ("write", 0.006)):
             call = getattr(DiskBlock, name)
@@ -78,7 +78,7 @@ def assert_same_on_a_disk(
 
 
 def partly_whole(model: nn.Module) -> torch.optim.Optimizer:
-    """Elementwise, but some are stepped whole."""
+    """An elementwise optimizer; some parameters are stepped whole."""
     return torch.optim.AdamW(model.parameters(), 0.02)
 
 
@@ -111,7 +111,7 @@ def exchanging(model: nn.Module) -> torch.optim.Optimizer:
     return Exchanging(model.parameters())
 
 
-# By name of what happens to state in a step: optimizers, and options of ``shard_optimizer``.
+# By a change of state in a step: the optimizer, and options of ``shard_optimizer``.
 CHANGES: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], dict[str, Any]]] = {
     **dict.fromkeys(owned.RESETS, (whitening, {})),
     "tensors exchanged": (exchanging, {"whole": True}),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 @pytest.fixture(autouse=True)
 def _no_group() -> Iterator[None]:
-    """``shard`` makes a group for a process that has none."""
+    """Destroys the group that ``shard`` makes in a process without one."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -47,7 +47,7 @@ PLACES |= STATE | REST_ON_HOST | REST_ON_DISK  # type: ignore[operator]
 
 
 def make_model() -> nn.Module:
-    """One of its three units is copied in several pieces of ``small_pieces``."""
+    """A model of three units. With ``small_pieces`` one of them is copied in several pieces."""
     model = Small(2)
     model.blocks[0] = Mlp(hidden=130)
     return model
@@ -97,7 +97,7 @@ def trained(
 
 @contextmanager
 def small_pieces() -> Iterator[None]:
-    """Within it homes are copied in many pieces."""
+    """Copy offloaded state in many pieces within this context."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (disk_memory, disk_staging, home):
             patch.setattr(module, "PIECE", 4096)
@@ -106,7 +106,7 @@ def small_pieces() -> Iterator[None]:
 
 @contextmanager
 def slow_disk(seconds: float) -> Iterator[None]:
-    """Within it each read and write takes longer."""
+    """Delay each read and write within this context."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("preadv", "pwritev"):
             call = getattr(os, name)

@@ -103,7 +103,7 @@ def compare(folder: str | Path, roles: Sequence[Sequence[str]], given: Scenario)
 
 @contextmanager
 def failing(name: str, number: int, result: int | OSError) -> Iterator[list[int]]:
-    """Within it the call of that number of a function of ``os`` fails or is short; the calls."""
+    """Let call ``number`` of ``os.<name>`` fail or return ``result``. Yields the count of calls."""
     call, calls = getattr(os, name), [0]
 
     def broken(*args: Any) -> int:

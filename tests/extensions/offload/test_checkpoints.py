@@ -92,7 +92,7 @@ def test_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def save_and_load_on_the_device(folder: str, level: str, places: list[str | None]) -> None:
-    """Optimizers with and without state load what each place has saved beside training."""
+    """Optimizers with and without state load checkpoints that each place saved during training."""
     pair = (level, "no_shard")
     data = job(None, sizes=(dist.get_world_size(),)).data()
     engine, optimizer, _ = trained(None, pair=pair, device_type="cpu")

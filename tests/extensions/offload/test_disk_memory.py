@@ -19,7 +19,7 @@ PIECE = disk_memory.PIECE
 
 @pytest.fixture(params=["direct", "buffered"])
 def access(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Direct writes, to a disk that takes only pages; a file system that has none."""
+    """Direct writes to a disk that takes only whole pages, or a file system without them."""
     open_file, pwritev = os.open, os.pwritev
 
     def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:

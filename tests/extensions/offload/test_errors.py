@@ -1,4 +1,4 @@
-"""Refusals of offloads, errors of disks, and files that go with their engine."""
+"""Refused offloads, errors of disks, and space on disks."""
 
 from __future__ import annotations
 

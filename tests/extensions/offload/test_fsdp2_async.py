@@ -53,7 +53,7 @@ def offloaded(
                 module._buffers[name] = buffer.to(on.DEVICE)
         options = StateDictOptions(full_state_dict=True)
         set_model_state_dict(model, on_cpu.state_dict(), options=options)
-    # One optimizer for each device, as torch's foreach steps want it.
+    # One parameter group for each device, as torch's foreach steps need.
     params = sorted(model.parameters(), key=lambda param: param.device.type)
     groups = itertools.groupby(params, lambda param: param.device.type)
     return model, torch.optim.AdamW([{"params": list(each)} for _, each in groups], lr=1e-2)

@@ -109,7 +109,7 @@ CHANGES: list[Callable[[list[Any]], Any]] = [
 @pytest.mark.parametrize("place", thorough_but(ELSEWHERE, [*ELSEWHERE, "rest on the host"]))
 @on_ranks(2)
 def test_changes_and_reads_of_parameters_elsewhere_are_ordered(place: str) -> None:
-    """Reads of gradients and after steps, and changes and steps while the device still gathers."""
+    """Gradients are read, weights are read after steps, and weights change during gathers."""
     results = []
     for there, device_type in ((None, "cpu"), (place, on.NAME)):
         engine, optimizer, _ = trained(there, device_type=device_type)
@@ -151,7 +151,7 @@ def test_a_step_on_the_stream_of_a_lane_is_the_same() -> None:
 
 @on_ranks(1)
 def test_a_scale_of_the_device_divides_gradients_on_the_host() -> None:
-    """torch sends it there, and does not wait."""
+    """torch copies the scale to the host without waiting."""
     found = []
     for device_type in ("cpu", on.NAME):
         engine, optimizer, _ = trained("stepped on the host", device_type=device_type)

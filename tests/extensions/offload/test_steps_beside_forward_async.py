@@ -1,4 +1,4 @@
-"""Steps of offloaded state beside the next forward: order, memory, and what users read."""
+"""Steps of offloaded state beside the next forward: order, memory, and reads of users."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def batch_of(seed: int) -> tuple[Tensor, ...]:
 
 @contextmanager
 def held_step(engine: Any) -> Iterator[None]:
-    """Steps run when all else that the device was given within the block has run."""
+    """Steps run only after all other work that is submitted within the block."""
     (offloading,) = offloadings_of(engine)
     with on.held(offloading._step_lane._target()):
         yield
@@ -83,8 +83,8 @@ def test_gathers_of_all_buffers_of_a_unit_wait_for_its_step() -> None:
         assert all(buffer.weights.pending.tickets for buffer in engine.buffers)
 
 
-# What users do after a step: what it finds, of the engine, the optimizer, and tensors that the user
-# has made before.
+# Accesses of users after a step. They return the values that they find. ``kept`` are tensors that
+# the user has made before the step.
 
 
 def change_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
@@ -156,11 +156,11 @@ ACCESSES: dict[str, Access] = {
 def after_steps(
     accesses: Mapping[str, Access], place: str, level: str = FULL[0], *, holds: bool = False
 ) -> list[tuple[str, Tensor]]:
-    """By access what it finds right after a step, and the loss of the next forward; the weights at
-    the end.
+    """Values that each access finds right after a step, with the loss of the next forward, and the
+    final weights.
 
     Args:
-        holds: the step runs when the access has run on the device, which must not wait for it.
+        holds: the step runs after the access on the device; the access must not wait for it.
     """
     engine, optimizer, _ = trained(place, pair=(level, "no_shard"))
     batches = [batch_of(seed) for seed in range(3)]
@@ -203,7 +203,7 @@ def test_what_users_do_after_a_step_comes_after_it(level: str) -> None:
 @pytest.mark.parametrize("access", ["full state", "clone slices", "change gradients"])
 @on_ranks(1)
 def test_accesses_without_a_wait_are_wrong(access: str) -> None:
-    """The control of the accesses, each of another kind."""
+    """A control for three kinds of access: each is wrong if it does not wait."""
     accesses = {access: ACCESSES[access]}
     with pytest.MonkeyPatch.context() as patch:
         for module in (functions, tensor):

@@ -1,5 +1,5 @@
-"""Numbers of training with state elsewhere than on the device, against the CPU and the device
-without an offload; and the waits and copies without which they are wrong."""
+"""Results of training with offloaded state, compared with the CPU and with the device without an
+offload. They are wrong without some waits and copies."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from tests.pool import on_ranks
 ranks = device.ranks
 
 OFFLOADS = [*STATE, *REST_ON_HOST, *REST_ON_DISK]
-# Pairs whose gradients are sharded, and those of them whose main weights are no part of compute
-# weights also in fp32.
+# Pairs with sharded gradients, and the pairs among them whose main weights are no part of compute
+# weights even if both are fp32.
 SHARDED_PAIRS = [pair for pair in PAIRS if pair[0].startswith("optim_grads")]
 FP32_PAIRS = [FULL, ("optim_grads_params", "optim_grads_params")]
 
 
 def policies_of(place: str, pair: tuple[str, str]) -> tuple[fe.MixedPrecisionPolicy | None, ...]:
-    """Where main weights lie elsewhere, one with which they are no part of compute weights."""
+    """If main weights are offloaded, a policy with which they are no part of compute weights."""
     if place in STATE:
         return (None, BF16)
     return (None,) if pair in FP32_PAIRS else (BF16,)
@@ -53,7 +53,7 @@ def policies_of(place: str, pair: tuple[str, str]) -> tuple[fe.MixedPrecisionPol
 THOROUGH = pytest.mark.thorough
 
 
-# Where less or more lies elsewhere than with others.
+# Places that offload less or more than the other ones.
 VARIANTS = ("rest on the host", "rest on a disk", "gradients on the host")
 ORDINARY = [place for place in OFFLOADS if place not in VARIANTS]
 
@@ -67,7 +67,7 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(place: str, every_pair: bool)
     for seed, pair in enumerate(pairs if every_pair else few):
         for policy in policies_of(place, pair):
             given = job(place, pair, policy, sizes=(1, 2))
-            there = place if place in REST_ON_DISK else None  # norms are sums in another order
+            there = place if place in REST_ON_DISK else None  # as norms add in another order
             expected = on_cpu(job(there, pair, policy, sizes=(1, 2)))
             with counting_chunks() as counts, small_pieces(), random_delays(seed):
                 found = train(given, on.NAME)
@@ -86,7 +86,7 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(place: str, every_pair: bool)
 )
 @on_ranks(2)
 def test_microbatches_train_as_without_an_offload(places: list[str], clips: bool) -> None:
-    """The CPU adds in another order: compared with the device."""
+    """Compared with the device, since the CPU adds in another order."""
     options: Any = {"sizes": (2,), "num_micro": 3, "clips": clips}
     expected = train(job(None, **options), on.NAME)
     for place in places:
@@ -163,7 +163,7 @@ FEW_LEFT_OUT = [
 @pytest.mark.parametrize("key", thorough_but(FEW_LEFT_OUT, LEFT_OUT), ids=", ".join)
 @on_ranks(1)
 def test_without_a_wait_or_a_copy_training_is_wrong(key: tuple[str, str]) -> None:
-    """The control of the others: they would notice."""
+    """A control for the other tests."""
     place, left_out = key
     pair = ("optim", "no_shard") if place == "state on the host" else FULL
     compute = 2e-3 if place == "beside forward" else 0.0

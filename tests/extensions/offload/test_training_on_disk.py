@@ -78,13 +78,13 @@ def test_so_they_do_on_two_axes(pair: tuple[str, str]) -> None:
     offloaded.compare(folder, [roles], given.but(model=models.odd_model, batch=odd))
 
 
-# What users do between steps.
+# Changes of users between steps.
 
 PARTS = [offloaded.STATE, ROLES[1:2], ROLES[2:], ROLES]
 
 
 def edit_weights(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
-    """In place, as loaded, and within ``unsharded``."""
+    """Change weights in place, by loading, and within ``unsharded``."""
     if number == 1:
         full = engine.full_state_dict()
         model.load_state_dict({key: value * 1.5 for key, value in full.items()})
@@ -95,7 +95,7 @@ def edit_weights(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> 
 
 
 def keep_gradients(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
-    """A backward without a step, whose gradients the next ones are added to."""
+    """Run a backward without a step; the next backward adds to its gradients."""
     model(*models.vector_batch(4, number)).backward()
     for param in model.parameters():
         if number == 1:
@@ -141,7 +141,7 @@ def edit_groups(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> N
 
 
 def step_with_a_closure(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
-    """It is called once for all units, with another batch in each call."""
+    """The closure is called once for all units, with another batch in each call."""
     calls = []
 
     def closure() -> Tensor:
@@ -185,7 +185,7 @@ def test_what_users_do_between_steps_counts(
     ranks.run(*arguments, [ROLES], world_size=2)
 
 
-# Models and optimizers of other kinds: what a program with an offload, at a level, finds.
+# Other kinds of models and optimizers. A program returns its results with an offload at a level.
 
 Program = Callable[[fe.Offload | None, str], list[Any]]
 
@@ -210,7 +210,7 @@ def train_with(engine: fe.Engine, *optimizers: Any, num_steps: int = 3) -> list[
 
 
 def hooks_after_a_step(offload: fe.Offload | None, level: str) -> list[Any]:
-    """They see what it stored."""
+    """Hooks see the state and attributes that the step has stored."""
     model = models.Small(2)
     engine = shard(model, offload, level)
     optimizer: Any = Lion(model.parameters())
@@ -241,8 +241,8 @@ class Scalars(nn.Module):
 
 
 class Remembering(torch.optim.Optimizer):
-    """Sets the state of a parameter that has none, and keeps some of no parameter: a count that
-    changes in place, and what it finds in its first step."""
+    """Sets the state of parameters that have none, and has state of its own: a count that changes
+    in place, and the learning rate of its first step."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""What users put into modules of a sharded model is taken, or refused by name."""
+"""Tensors and modules that users put into a sharded model are copied, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.promises.everywhere import Place, everywhere
 
 
 class Model(LstmLanguage):
-    """With methods beside forward."""
+    """A language model with other methods than forward."""
 
     def logits(self, tokens: Tensor) -> Tensor:
         return self(tokens)
@@ -34,7 +34,7 @@ class Model(LstmLanguage):
 
 
 def assert_as_alone(model: nn.Module, engine: fe.Engine, alone: nn.Module) -> None:
-    """A step of training and all ways of saving give what one process has."""
+    """A step of training and full state dicts equal those of one process."""
     tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
     for each in (model, alone):
         loss = each(tokens).square().mean()

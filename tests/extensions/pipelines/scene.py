@@ -1,5 +1,5 @@
-"""A model in stages, which their data-parallel ranks shard, trained by a schedule on many ranks and
-by plain torch on one."""
+"""Stages of a model, sharded over data-parallel ranks and trained by a schedule on many ranks, and
+trained by plain torch on one."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks between a linear of its own and a gain that its forward reads; ``what``: a special
-    case to contain, see ``SPECIAL``, or "deep"."""
+    """Blocks between a linear of its own and a gain that its forward reads. ``what`` selects a
+    case of ``SPECIAL``, or "deep"."""
 
     def __init__(self, what: str = "") -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def trained_alone(
 @dataclass
 class Pipeline:
     """This rank's stages, and the schedule that runs them. ``losses`` are those of each step's
-    microbatches, where the last stage is."""
+    microbatches, on ranks with the last stage."""
 
     indices: list[int]
     modules: list[Stage]

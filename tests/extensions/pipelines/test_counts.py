@@ -19,16 +19,16 @@ from tests.extensions.pipelines import scene
 from tests.messages import GATHERS, REDUCTIONS, Messages
 from tests.pool import on_ranks
 
-# Of the four microbatches of a stage, by schedule and pipeline rank: from how many forwards it
-# goes straight into their own backward, of which the last unit then stays full.
+# How many of the four forwards of a stage are directly followed by a backward, by schedule and
+# pipeline rank. The last unit stays full in between.
 TURNS = {
-    "GPipe": (1, 1),  # F0 F1 F2 F3 B0 ..: of the last forward, for whichever backward follows
+    "GPipe": (1, 1),  # F0 F1 F2 F3 B0 ..: the last forward only
     "1F1B": (3, 4),  # F0 F1 B0 F2 B1 F3 B2 B3, and F0 B0 F1 B1 ..
 }
 
 
 def counted(pipeline: scene.Pipeline) -> Counter[str]:
-    """Of the second step: in the first one torch learns shapes, and the engine its order."""
+    """Collectives of the second step. In the first, shapes and the order of uses are recorded."""
     optimizers = [reference.sgd(module.parameters()) for module in pipeline.modules]
     messages = Messages()
     for number, (x, y) in zip(range(2), scene.batches(2), strict=False):
@@ -47,7 +47,7 @@ def counted(pipeline: scene.Pipeline) -> Counter[str]:
 @on_ranks(4)
 def test_collectives_of_whole_backwards(schedule: str) -> None:
     num_micro = scene.NUM_MICROBATCHES
-    # GPipe gathers as often as 1F1B, but for the turns.
+    # GPipe gathers as often as 1F1B, except for TURNS.
     for level in scene.LEVELS if schedule == "1F1B" else scene.LEVELS[::3]:
         pipeline = scene.make_pipeline(schedule, level)
         (engine,) = pipeline.engines
@@ -57,7 +57,7 @@ def test_collectives_of_whole_backwards(schedule: str) -> None:
             what = f"of {unit.label}"
             num_stayed = TURNS[schedule][pipeline.indices[0]] if unit is engine.units[-1] else 0
             if unit is engine.units[0]:
-                # It frames all others: the last in forward, the first in backward.
+                # The root ends each forward and begins each backward, so it stays full.
                 num_stayed = num_micro
             if unit.reshards:
                 wanted[f"all-gather {what}"] = 2 * num_micro - num_stayed
@@ -110,7 +110,7 @@ def test_no_more_is_staged_than_where_each_forward_has_its_backward_at_once(
         assert engine.peak_memory_bytes()["staging"] <= at_once
 
 
-# Of one microbatch.
+# Size of one microbatch.
 NUM_BYTES = scene.ROWS * scene.DIM * 4
 
 
@@ -149,8 +149,8 @@ def stages_of(pipeline: scene.Pipeline) -> list[WatchedStage]:
     return [schedule._stage] if hasattr(schedule, "_stage") else schedule._stages
 
 
-# The most at a time in each stage. With 1F1B the second of two stages has received one input; the
-# first one gradient. torch holds a message until the next one of its kind is received.
+# Largest number of received tensors in each stage. With 1F1B the second stage has one input, and
+# the first stage one gradient. torch also holds a message until the next of its kind is received.
 MOST = {"1F1B": (2, 2), "GPipe": (2, scene.NUM_MICROBATCHES)}
 
 
@@ -180,7 +180,7 @@ def test_only_microbatches_in_flight_have_received_tensors(schedule: str) -> Non
         pipeline.schedule.eval(*[x[pipeline.data_rank]] * stage.is_first, target=y[0])
     assert stage.received_bytes == 0
     pipeline.step(x, y)
-    # As far as a step comes that fails in its first forward or backward.
+    # State after a step that failed in its first forward or backward.
     given = stage.get_bwd_recv_ops(0) if stage.is_first else stage.get_fwd_recv_ops(0)
     assert stage.received_bytes == NUM_BYTES
     del given

@@ -1,5 +1,5 @@
-"""Weight gradients that modules compute after backward: reductions wait for them, no more and no
-less, and the results are those of one process."""
+"""Weight gradients that modules compute after backward: only their reductions wait for them, and
+the results are those of one process."""
 
 from __future__ import annotations
 

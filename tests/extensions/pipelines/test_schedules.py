@@ -76,7 +76,7 @@ def test_a_stage_of_torch_trains_as_one_process(schedule: str, level: str) -> No
     compare(schedule, level, stage_class=pipelining.PipelineStage)
 
 
-# A backward in two parts is where a weight's uses matter.
+# How a weight is used matters most in a backward in two parts.
 @pytest.mark.parametrize("what", scene.marked(scene.SPECIAL, default=["tied"]))
 @pytest.mark.parametrize(
     "schedule", scene.marked(scene.SCHEDULES, default=["InterleavedZeroBubble"])

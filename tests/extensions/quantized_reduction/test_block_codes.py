@@ -58,7 +58,7 @@ def test_with_errors_kept_the_mean_of_what_is_sent_is_the_mean_of_the_values(bit
     for _ in range(64):
         total += sent(codes, values, errors)
     once = (without - values).abs().max()
-    # One error in 64 remains, and 64 roundings of errors to 8 bits.
+    # The error of one of 64 steps remains, and 64 roundings of errors to 8 bits.
     assert (total / 64 - values).abs().max() < once / 20
 
 

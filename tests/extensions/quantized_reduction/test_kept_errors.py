@@ -44,7 +44,7 @@ def mean_inputs() -> Tensor:
 
 
 class Job:
-    """A sharded model, and what its gradients and errors are, over all parameters."""
+    """A sharded model, with its gradients and errors concatenated over all parameters."""
 
     def __init__(self, sizes: tuple[int, int], pair: tuple[str, str], **given: Any) -> None:
         options = given.pop("options", fe.Options(min_unit_size=0))
@@ -63,8 +63,8 @@ class Job:
 
     def gradient(self) -> Tensor:
         """Returns the gradient of a step of two microbatches."""
-        # Errors of much larger values than the next ones would shrink: at no_shard those of the
-        # whole gradient, which the second reduction sends, before the first one of the next step.
+        # Errors shrink if the next values are much smaller. At no_shard the second reduction sends
+        # the whole gradient, and the first one of the next step only its share.
         for share in (0.6, 0.4):
             (share * self.model(inputs_of(dist.get_rank()))).backward()
         found = torch.cat([reference.full(p.grad) for p in self.model.parameters()])
@@ -204,7 +204,7 @@ def test_errors_of_a_gradient_that_is_dropped_are_bounded_by_the_next_one(bits: 
     job.model.zero_grad()
     gradient = mean_inputs()
     error = (job.gradient() - gradient).abs().max() / gradient.abs().max()
-    # Twice a scale's half, and what one encoding loses: of summands, of which one rank's is exact.
+    # Kept errors of twice half a scale, and half a scale of one encoding. One summand is exact.
     assert error < 1.5 / LARGEST[bits]
 
 

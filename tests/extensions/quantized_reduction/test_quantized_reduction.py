@@ -1,4 +1,4 @@
-"""Reductions in few bits: sums of the definition, on every rank the same, at every level."""
+"""Reductions in few bits: sums are as defined, and the same on every rank, at every level."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_training_is_near_that_without_quantization_and_replicas_are_equal(
         for name, wanted in theirs.gradients.items():
             error = reference.relative_error(ours.gradients[name], wanted)
             assert error < 3e-2, (name, error)
-    # Quantized sums are others; the control that the extension is there.
+    # Control: quantized sums differ from plain sums.
     assert any(
         not torch.equal(found.steps[0].gradients[name], value)
         for name, value in expected.steps[0].gradients.items()

@@ -1,4 +1,4 @@
-"""What lanes tell a meter: on CPU the host's waits, on CUDA events (of a pretended device)."""
+"""Waits that lanes report to a meter: of the host on a CPU, of events on CUDA (a fake device)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SlowWork:
 
 
 def host_operation(time: Time, *seconds: float, error: str | None = None) -> Callable[[], Steps]:
-    """Works of so many seconds, one after the other; a second passes between them, of compute."""
+    """Works of ``seconds``, one after the other, with a second of compute after each."""
 
     def steps() -> Steps:
         for each in seconds:
@@ -105,7 +105,7 @@ class Device:
     """Streams whose time advances with submitted work, and events that record it."""
 
     def __init__(self) -> None:
-        self.reached = float("inf")  # up to when the host has seen the streams come
+        self.reached = float("inf")  # stream time that the host knows to be over
         self.num_synchronized = 0
         self.current: Any = Stream(self)
 

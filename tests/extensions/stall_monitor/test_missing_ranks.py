@@ -1,4 +1,4 @@
-"""A rank that stops: the others say which one, and after what. [Note: Missing ranks]"""
+"""A rank that stops is named by the other ranks, with its last operation. [Note: Missing ranks]"""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train(model: nn.Module, num_steps: int) -> None:
 
 
 def do_something_else(told: str = "told") -> None:
-    """Until the other rank has been told."""
+    """Wait until another rank has set ``told``."""
     store, deadline = _get_default_store(), time.monotonic() + 120
     while not store.check([told]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -69,7 +69,7 @@ def is_told(told: str = "told") -> None:
 
 @contextmanager
 def logged(patience_seconds: float) -> Iterator[list[str]]:
-    """What this rank logs; the other one is told when it does."""
+    """Yields the lines that this rank logs. The first one sets ``told`` for the other rank."""
     lines: list[str] = []
     handler = logging.Handler()
 
@@ -251,7 +251,7 @@ main()
 
 
 def run_on_ranks(program: str, num_ranks: int = 2) -> tuple[list[str], list[str], list[int]]:
-    """What ``program`` prints on each rank, its errors there, and its exit codes."""
+    """Returns the output, the errors and the exit code of ``program`` on each rank."""
     port = str(free_port())
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(num_ranks)}
     ranks = [
@@ -415,7 +415,7 @@ def test_lanes_on_streams_that_are_stuck_are_logged_by_the_watching_thread() -> 
 
 
 class DoneJustAfter:
-    """Work that is over in the moment after a look at it has said that it is not."""
+    """Work that completes right after a wait for it has timed out."""
 
     num_waits = 0
 
@@ -493,7 +493,7 @@ def test_a_rank_that_trains_asks_the_store_nothing() -> None:
     monitor._store = store
     for number in range(200):
         if number == 100:
-            store.num_questions = 0  # of before
+            store.num_questions = 0  # forget earlier questions
         activity.ACTIVITY.last = f"operation {number}"
         time.sleep(stall_monitor.PERIOD_SECONDS / 50)
     assert store.num_questions == 0
@@ -556,7 +556,7 @@ def test_an_alarm_of_the_monitor_thread_ends_this_ranks_own_wait() -> None:
         activity.ACTIVITY.waits = None
     assert "rank 1 has ended" in lines[0]
     assert monitor.has_alarm()
-    # Its own wait has failed then, so its own alarm ends no second one.
+    # The rank's own wait has failed by now, so its own alarm must not end another wait.
     assert "rank 1 has ended" in monitor.missing_at("all-gather of a", [0, 1])
     assert not monitor.has_alarm()
     is_told("over")

@@ -108,7 +108,7 @@ class Narrow(torch.Tensor):
 
 
 class Flattened(Narrow):
-    """As a class of PyTorch's own tests: its ``__tensor_unflatten__`` is not torch.compile's."""
+    """Like a class of PyTorch's tests: its ``__tensor_unflatten__`` does not fit torch.compile."""
 
     def __tensor_flatten__(self) -> Any:
         return ["_data"], None
@@ -157,8 +157,8 @@ def _train(model: nn.Module) -> list[float]:
 
 
 def _losses(kind: str, way: str, level: str) -> list[float]:
-    """Of a model that is sharded in some way; after "meta" parameters get the values of
-    ``_model(kind)`` later."""
+    """Losses of a model that is sharded in ``way``. With "meta", parameters get the values of
+    ``_model(kind)`` after sharding."""
     on_meta, axes = way.startswith("meta"), num_axes(way)
     with torch.device("meta" if on_meta else "cpu"):
         model = _model(kind)

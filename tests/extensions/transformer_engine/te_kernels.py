@@ -4,10 +4,10 @@
 2.20.2 compute; ``te_on_cpu.py`` installs it. Where the real kernel leaves something behind, so does
 this:
 
-    quantize                         with delayed scaling the new amax is the larger of it and the
-                                     old one; the transpose is made if the quantizer asks for it
-    fp8_block_scaling_partial_cast   writes whole 128x128 tiles: what of a tile lies outside the
-                                     given range gets ``GARBAGE``
+    quantize                         with delayed scaling the quantizer's amax can only grow;
+                                     the transpose is made if the quantizer asks for it
+    fp8_block_scaling_partial_cast   writes whole 128x128 tiles: elements of a tile outside of
+                                     the given range get ``GARBAGE``
     multi_tensor_compute_scale_..    scales of blocks that do not exist become 1 (0 for e8m0)
     mxfp8_..                         amaxes must be bf16, so the weight's nominal dtype must be
 """
@@ -34,7 +34,7 @@ from tests.extensions.transformer_engine.te_reference import (
     to_bytes,
 )
 
-# What the real kernel leaves there is whatever its shared memory held.
+# The real kernel leaves arbitrary contents of its shared memory there.
 GARBAGE = 0xAA
 
 
@@ -155,7 +155,7 @@ def _in_matrix(part: Tensor, start: int, rows: int, columns: int) -> Tensor:
 def fp8_block_scaling_compute_partial_amax(
     part: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
 ) -> None:
-    """Amax of each tile over what of it lies in the part."""
+    """Amax of each tile over its elements in the part."""
     _check(part.dtype in (torch.float32, torch.bfloat16), "must be a float or bfloat16 tensor")
     found = block_amax(_in_matrix(part, start, rows, columns), TILE, TILE)
     amax[: found.shape[0], : found.shape[1]] = found
@@ -171,8 +171,8 @@ def fp8_block_scaling_partial_cast(
     block: int,
     dtype: int,
 ) -> None:
-    """Casts the part, and spoils the rest of every tile that it touches: the kernel takes ``out``
-    for a slice of the whole weight, the rest of which is about to be gathered."""
+    """Casts the part, and spoils the rest of every tile that it touches: the kernel assumes that
+    ``out`` is a slice of the whole weight, and that the rest is gathered later."""
     _check(out.dtype == torch.uint8 and out.is_contiguous(), "out must be contiguous bytes")
     stop = start + part.numel()
     if stop == start:
@@ -198,7 +198,7 @@ def _spoil_tiles(out: Tensor, rows: int, columns: int, start: int, stop: int) ->
 def mxfp8_scaling_compute_partial_amax(
     part: Tensor, amax_rowwise: Tensor, amax_colwise: Tensor, rows: int, columns: int, start: int
 ) -> None:
-    """Amax of each 1x32 and of each 32x1 block over what of it lies in the part."""
+    """Amax of each 1x32 and of each 32x1 block over its elements in the part."""
     _check(rows % 32 == columns % 32 == 0, "rows and cols must be divisible by 32")
     _check(part.ndim == 1, "input must be a 1D tensor")
     matrix = _in_matrix(part, start, rows, columns)
@@ -248,7 +248,7 @@ _RECIPES = {
 def quantize(
     values: Tensor, quantizer: Any, out: Any = None, noop_flag: Tensor | None = None
 ) -> Any:
-    """Quantises into ``out``, or a new tensor: the encodings that the quantizer is to make."""
+    """Quantises into ``out``, or into a new tensor with the quantizer's encodings."""
     _check(noop_flag is None, "no stand-in for noop_flag")
     _check(int(quantizer.dtype) == DType.kFloat8E4M3, "no stand-in but for e4m3")
     values = values.detach()

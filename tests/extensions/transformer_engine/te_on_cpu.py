@@ -2,11 +2,11 @@
 
 ``transformer_engine.pytorch`` needs CUDA torch to import, but its quantised tensors are Python over
 a dozen kernels. :func:`load` puts the package's files, without its ``__init__`` files, and
-``te_kernels.py`` into ``sys.modules``; after it ordinary imports find the tensor layer. A process
-that has loaded the real library makes recipes and weights of that.
+``te_kernels.py`` into ``sys.modules``; after it ordinary imports find the tensor layer. In a
+process that has loaded the real library, recipes and weights are those of the library.
 
-Modules (``te.Linear``) stay out of reach. :class:`QuantisedLinear` does what they do with their
-weights, and :class:`QuantisedStack` is a small model of it.
+Modules (``te.Linear``) stay out of reach. :class:`QuantisedLinear` uses its weight as they
+do, and :class:`QuantisedStack` is a small model of such layers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from tests.extensions.transformer_engine import te_kernels
 from tests.extensions.transformer_engine.te_reference import MAX, Quantised, dequantise
 
-# Not among the packages: what looks for the library (peft) would import it, and fail.
+# Outside of site-packages: otherwise peft would find the library, import it, and fail.
 PYTHON_FILES = Path(sys.prefix) / "transformer_engine_python"
 RECIPES = ("delayed", "current", "block", "mxfp8")
 MAX_OF_E5M2 = 57344.0
@@ -55,20 +55,20 @@ def load() -> None:
             "no transformer_engine; tests need its Python files, as `make setup` installs them: "
             f"pip install --no-deps --target {PYTHON_FILES} transformer_engine==2.20.2"
         )
-    # Says not to look for shared libraries; children shall not either.
+    # Keeps this process and its children from looking for shared libraries.
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
     sys.modules["transformer_engine_torch"] = te_kernels.module()
     root = Path(spec.origin).parent
     top = _package("transformer_engine", root)
     framework = _package("transformer_engine.pytorch", root / "pytorch")
     _package("transformer_engine.pytorch.cpp_extensions", root / "pytorch" / "cpp_extensions")
-    # It would import onnxscript.
+    # The real module would import onnxscript.
     export = types.ModuleType("transformer_engine.pytorch.export")
     vars(export).update(is_in_onnx_export_mode=lambda: False)
     sys.modules[export.__name__] = export
     with (
         mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)),
-        # Or functions that are not called here would be compiled.
+        # Otherwise functions that are not called here would be compiled.
         mock.patch.dict(os.environ, {"NVTE_TORCH_COMPILE": "0"}),
     ):
         (found, *_) = importlib.metadata.distributions(name="transformer_engine", path=places)
@@ -84,7 +84,7 @@ def load() -> None:
         if name.startswith("transformer_engine.pytorch") and _TN in vars(each):
             vars(each)[_TN] = has_native_tn
     tensors = importlib.import_module("transformer_engine.pytorch.tensor")
-    # It asks for the current CUDA device. Tensors copy their quantizer.
+    # Tensors copy their quantizer; NVFP4Quantizer's own copy asks for the current CUDA device.
     tensors.NVFP4Quantizer.copy = copy.copy
     storage = importlib.import_module(
         "transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage"
@@ -142,12 +142,12 @@ def make_state(recipe: Any, mode: str, device: str = "cpu") -> Any:
 
 
 def make_weight(values: Tensor, recipe: str, quantizer: Any = None) -> nn.Parameter:
-    """A quantised weight as modules make it under ``quantized_model_init``, which remembers
-    ``values``.
+    """A quantised weight that remembers ``values``, as modules make it under
+    ``quantized_model_init``.
 
     Args:
-        values: of bf16 or fp32, which becomes the nominal dtype; on the weight's device.
-        quantizer: the module's; otherwise one with a state of its own.
+        values: bf16 or fp32, the nominal dtype; on the weight's device.
+        quantizer: The quantizer of the module. None: a new one with a state of its own.
     """
     load()
     if quantizer is None:
@@ -204,7 +204,7 @@ def encodings(weight: Any) -> Quantised:
 
 class _Product(torch.autograd.Function):
     """x W^T with the row encoding; its gradient with the column encoding, as the tensor cores read
-    them. The weight itself is saved, so that backward reads what it is then."""
+    them. The weight itself is saved, so backward reads its bytes of that time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
@@ -229,13 +229,13 @@ class _Product(torch.autograd.Function):
 
 
 def row_values(weight: Any) -> Tensor:
-    """What forward computes with, in the nominal dtype."""
+    """The values of a weight in forward, in the nominal dtype."""
     found = encodings(weight)
     return dequantise(found.row_bytes, found.row_scale_inv).to(weight.dtype)
 
 
 def column_values(weight: Any) -> Tensor:
-    """What backward computes with, in the nominal dtype."""
+    """The values of a weight in backward, in the nominal dtype."""
     from transformer_engine.pytorch.tensor import Float8Tensor
 
     if _native_tn and isinstance(weight, Float8Tensor):
@@ -247,7 +247,7 @@ def column_values(weight: Any) -> Tensor:
 
 
 class QuantisedLinear(nn.Module):
-    """A linear layer with a quantised weight, and around it what Transformer Engine's modules keep.
+    """A linear layer with a quantised weight and the attributes of Transformer Engine's modules.
     Every fourth row of the weight is small, so that all encodings differ.
 
     Attributes:
@@ -277,8 +277,8 @@ class QuantisedLinear(nn.Module):
             key: self.fp8_meta[key].make_quantizers() for key in ("scaling_fwd", "scaling_bwd")
         }
         values = torch.randn(out_features, in_features, dtype=dtype) / in_features**0.5
-        # Or rows and columns of MXFP8 mean the same: only elements far below a block's largest
-        # depend on the block.
+        # Otherwise rows and columns of MXFP8 decode to the same values: only elements far below a
+        # block's largest depend on the block.
         values[3::4] *= 2.0**-14
         self.weight = make_weight(values, recipe, self.quantizers["scaling_fwd"][WEIGHT])
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=dtype)) if bias else None
@@ -321,7 +321,7 @@ class QuantisedBlock(nn.Module):
 
 class QuantisedStack(nn.Module):
     """Blocks of quantised layers between a plain embedding of the input and a plain head; a scalar
-    loss. No weight but MXFP8's blocks divides it: 160 x 96 is cut anywhere."""
+    loss. Weights of 160 x 96 divide into MXFP8's blocks, and not into larger ones."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ def quantise(
     """``master``, (rows, columns), first rounded to the nominal dtype.
 
     Args:
-        scale: of delayed scaling only.
+        scale: The scale of delayed scaling; None for other recipes.
     """
     assert (scale is not None) == (recipe == "delayed"), (recipe, scale)
     values = master.detach().to(nominal).float()
@@ -74,8 +74,8 @@ def _by_powers(values: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]
 
 
 def dequantise(data: Tensor, scale_inv: Tensor) -> Tensor:
-    """fp32 values of bytes, by their scales: as many for each element of a row or column as there
-    are, whole blocks first."""
+    """fp32 values of bytes, by their scales. The number of scales of a dimension gives its block
+    size."""
     if scale_inv.dtype == torch.uint8:
         scale_inv = power_of(scale_inv, 1)
     for dim, (count, length) in enumerate(zip(scale_inv.shape, data.shape, strict=True)):
@@ -91,7 +91,7 @@ def to_bytes(values: Tensor) -> Tensor:
 
 
 def scale_of(amax: Tensor, power_of_two: bool, maximum: float = MAX) -> Tensor:
-    """What values are multiplied with, by their amax: never zero, NaN or Inf."""
+    """Factors for values, by their amax: never zero, NaN or Inf."""
     scale = torch.full_like(amax, maximum) / amax  # a number / a tensor rounds twice
     scale = scale.clamp(max=torch.finfo(torch.float32).max)
     if power_of_two:  # without the mantissa
@@ -117,7 +117,7 @@ def power_of(exponent: Tensor, sign: int) -> Tensor:
 
 
 def spread(scales: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
-    """A scale for every element of a matrix, of one for each block of (height, width)."""
+    """Expand one scale per block of (height, width) to all elements of a matrix."""
     wide = scales.repeat_interleave(width, 1)[:, : shape[1]]
     return wide.repeat_interleave(height, 0)[: shape[0]]
 

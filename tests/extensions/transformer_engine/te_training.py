@@ -37,12 +37,12 @@ LEVELS = ("no_shard", "optim", "optim_grads", CUT)
 
 
 def counting(owner: Any, name: str) -> Any:
-    """Within it, calls of ``owner.name`` are counted in ``call_count``."""
+    """A context that counts calls of ``owner.name`` in ``call_count``."""
     return mock.patch.object(owner, name, autospec=True, side_effect=getattr(owner, name))
 
 
 def make_stack(recipe: str, num_blocks: int = 2, seed: int = 1) -> QuantisedStack:
-    """A small one: blocks of 128 x 128 need size, MXFP8's do not."""
+    """A small stack: MXFP8's blocks allow smaller weights than blocks of 128 x 128."""
     torch.manual_seed(seed)
     dim, hidden = (32, 96) if recipe == "mxfp8" else (96, 160)
     return QuantisedStack(recipe, num_blocks=num_blocks, dim=dim, hidden=hidden, features=FEATURES)
@@ -113,7 +113,7 @@ def partly_recomputed(recipe: str, reentrant: bool = False) -> QuantisedStack:
 
 class Watch:
     """Compares bytes and scales with the reference's whenever a quantised layer computes: "rows" in
-    its forward, "columns" when the gradient of its output is there. Counts it in ``looks``."""
+    its forward, "columns" when the gradient of its output is there. ``looks`` counts these."""
 
     def __init__(self, model: nn.Module, engine: fe.Engine) -> None:
         self.model, self.engine = model, engine
@@ -126,7 +126,7 @@ class Watch:
             layer.register_forward_hook(partial(self._returned, name))
 
     def expect(self, mains: dict[str, Tensor] | None = None) -> None:
-        """Expect bytes of these full main weights, or of the present ones, which is a collective.
+        """Expect the bytes of ``mains``, full main weights. None: gather the current ones.
         Delayed scaling's scales are those of the model."""
         mains = self.engine.full_state_dict() if mains is None else mains
         for name, layer in self.layers.items():
@@ -136,7 +136,7 @@ class Watch:
             self.expected[name] = quantise(mains[name], layer.recipe, torch.bfloat16, scale)
 
     def train(self, scenario: Scenario, *, num_forwards: float | None = 1) -> Run:
-        """Train the model, with so many forwards of each layer for each backward, or any number."""
+        """Train, and check the number of forwards of each layer per backward. None: any number."""
         before, looks = scenario.before_step, self.looks.copy()
 
         def before_step(model: Any, number: int) -> None:

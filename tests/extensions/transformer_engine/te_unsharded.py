@@ -5,10 +5,10 @@
     sharded   ``fe.shard``
 
 Both build one model from one seed, see the same batches, and take the same steps with an
-elementwise optimizer. Ranks have the same data, so that the mean of their gradients is each one's
-exactly: worlds are powers of two, and a gradient's half or quarter is exact. So main weights, and
-bytes and scales of both encodings whenever a module is about to multiply with them, are compared
-with ``torch.equal``. That asks of the device only that it computes the same twice.
+elementwise optimizer. Ranks have the same data, so that the mean of their gradients is exactly
+each rank's: worlds are powers of two, and a gradient's half or quarter is exact. So main weights,
+and bytes and scales of both encodings whenever a module is about to multiply with them, are
+compared with ``torch.equal``. That asks of the device only that it computes the same twice.
 
 Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins.
 """
@@ -41,7 +41,7 @@ from tests.extensions.transformer_engine.te_vectors import read_encodings
 
 BF16 = torch.bfloat16
 NUM_STEPS, NUM_MICRO = 3, 2
-# What training gave, by what it is: losses, bytes and scales in use, main weights in the end.
+# Results of a training, with names: losses, bytes and scales in use, final main weights.
 Found = list[tuple[str, Tensor]]
 # No dim is a multiple of 128, the block recipe's tile; all are of 32, MXFP8's.
 DIM, HIDDEN, TOKENS = 192, 320, (32, 4)
@@ -125,9 +125,9 @@ def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
 
 def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
     """Microbatches of each step, in bf16, to which an engine would cast them. Drawn on the CPU, so
-    that every process has the same. Those of one step are one batch: where gradients are cut, the
-    second's are added to the first's in as many parts as there are ranks, and no such sum of a
-    bf16 number and its parts is rounded."""
+    that every process has the same. Microbatches of a step are the same batch: where gradients are
+    sharded, each rank's part of the second gradient is added to the first, and such sums of a bf16
+    number and its parts are not rounded."""
     generator = torch.Generator().manual_seed(seed)
     shape = (16, 8) if kind == "imitation" else (*TOKENS, DIM)
     device = "cpu" if kind == "imitation" else "cuda"
@@ -136,7 +136,7 @@ def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
 
 
 def make_optimizer(params: Any) -> torch.optim.Optimizer:
-    """Elementwise, and the same arithmetic whatever tensors elements lie in."""
+    """An elementwise optimizer; its results do not depend on how tensors are split."""
     return torch.optim.AdamW(params, lr=0.01, foreach=False, fused=False)
 
 
@@ -153,9 +153,9 @@ def quantised_weights(model: nn.Module, recipe: str) -> dict[str, tuple[Any, lis
 
 
 def watch(model: nn.Module, recipe: str, weights: dict[str, Any], found: Found) -> None:
-    """Note the encodings of every quantised weight when its module is called, and when the gradient
-    of its module's output has come: after the hooks of an engine that the model has by now. Weights
-    must be the parameters that they were, and their scales the tensors that they were."""
+    """Record the encodings of every quantised weight when its module is called, and when the
+    gradient of the module's output is computed: after the hooks of an engine, if the model has one.
+    Weights and their scales must stay the same tensors."""
 
     def note(name: str, when: str) -> None:
         prefix, _, key = name.rpartition(".")
@@ -194,8 +194,8 @@ def computing(kind: str, recipe: Any) -> Iterator[None]:
 
 
 def start(kind: str, name: str) -> tuple[Any, nn.Module]:
-    """The recipe, and a new model. Transformer Engine is as a new process has it: it keeps the
-    scales of all models that ran."""
+    """The recipe, and a new model. Transformer Engine is reset, since it keeps the scales of all
+    models that ran."""
     load()
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
@@ -292,7 +292,7 @@ def assert_same(found: Found, expected: Found) -> None:
 
 
 def assert_changes(found: Found) -> None:
-    """Bytes changed with every step: or all would be equal for nothing."""
+    """Assert that bytes change in every step. Otherwise equal bytes would prove nothing."""
     rows: dict[str, list[Tensor]] = defaultdict(list)
     for what, tensor in found:
         if what.startswith("bytes") and what.endswith("forward"):
@@ -304,7 +304,7 @@ def assert_changes(found: Found) -> None:
 
 
 def train_both(kind: str, name: str, level: str, outer: str | None = None) -> None:
-    """On every rank, with the same data: sharded is alone."""
+    """With the same data on every rank, sharded training equals training alone."""
     batches = make_batches(kind, seed=1)
     expected = train_alone(kind, name, batches)
     assert_changes(expected)

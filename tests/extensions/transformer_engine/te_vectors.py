@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.extensions.transformer_engine.te_on_cpu import encodings, load, make_weight
 from tests.extensions.transformer_engine.te_reference import Quantised, quantise
 
-# Magnitudes. In bf16 the first two extremes are nothing and denormal, the last is near its largest
-# number.
+# Magnitudes. In bf16 the first of the extremes is zero, the second is denormal, and the third is
+# near the largest number.
 ORDINARY = (0.0, 1e-30, 0.02, 3.0, 1e30)
 FILLS = (*ORDINARY, 1e-42, 3e-39, 3e38)
 GUARD = 0x55
@@ -30,7 +30,7 @@ def matrix(shape: tuple[int, int], fills: list[float], seed: int) -> Tensor:
 
 
 def read_encodings(weight: Any) -> Quantised:
-    """What products read: the rows in backward, too, where the device takes any layout."""
+    """The encodings that products read. Where the device takes any layout, backward reads rows."""
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     found = encodings(weight)
@@ -77,7 +77,7 @@ class Buffer:
 
 
 def pieces_of(sizes: list[int], low: int, high: int) -> list[tuple[int, int]]:
-    """Of elements ``low`` to ``high`` of the tensors one after the other: (start, stop) in each."""
+    """(start, stop) in each tensor, for elements ``low`` to ``high`` of all tensors in a row."""
     ends = list(itertools.accumulate(sizes))
     begins = [end - size for end, size in zip(ends, sizes, strict=True)]
     return [
@@ -89,12 +89,12 @@ def pieces_of(sizes: list[int], low: int, high: int) -> list[tuple[int, int]]:
 def random_case(
     recipe: str, seed: int, values: tuple[float, ...], *, aligned: bool
 ) -> tuple[list[Tensor], list[int], list[float]]:
-    """Main weights; where the ranks' parts of all their elements begin; scales.
+    """Returns main weights, the offsets at which the ranks' parts begin, and scales.
 
     Args:
         values: magnitudes to choose from.
-        aligned: dims are multiples of 16, which is what matrix products of fp8 take, and cuts of
-            64, where an engine's fall.
+        aligned: Dims are multiples of 16, as matrix products of fp8 need, and offsets of parts are
+            multiples of 64, as in an engine.
     """
     choose = random.Random(seed)
     unit, most = (32, 4) if recipe == "mxfp8" else (16, 20) if aligned else (1, 160)
@@ -117,8 +117,8 @@ def quantise_split(
     values: tuple[float, ...] = FILLS,
     device: str = "cpu",
 ) -> None:
-    """On every rank: its part is what the whole's part is, and after a gather the weights are what
-    the reference says."""
+    """Check that each rank's part equals this part of the reference, and that the gathered weights
+    equal the reference."""
     load()
     from transformer_engine.pytorch.tensor.utils import post_all_gather_processing
 

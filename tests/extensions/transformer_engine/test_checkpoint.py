@@ -137,7 +137,7 @@ def test_scales_and_histories_are_saved_as_plain_tensors_and_no_pickle_is(
             assert extra == {f"{layer}._extra_state.{each}" for layer in layers for each in STATES}
             assert all(hasattr(entries[key], "size") for key in extra)
         else:
-            # What the module says: no bytes.
+            # The module's own extra state has no bytes.
             assert {tuple(entries[key].size) for key in extra} <= {(0,)}
             assert extra <= {f"{layer}._extra_state" for layer in layers}
         for layer in layers:

@@ -1,5 +1,5 @@
 """The codec for Transformer Engine's weights binds parameters and allocates nothing.
-``meetings/test_codec_contract.py`` says what splits give."""
+``meetings/test_codec_contract.py`` tests split parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.extensions.transformer_engine.te_vectors import assert_equal
 
 
 class NoOperations(TorchDispatchMode):
-    """Within it, no tensor is computed, copied or allocated."""
+    """A context in which no tensor may be computed, copied or allocated."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise AssertionError(f"{func} while weights are bound")

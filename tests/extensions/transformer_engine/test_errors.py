@@ -1,5 +1,5 @@
-"""What cannot be taken of Transformer Engine is refused with its reason, on all ranks, before
-anything is changed."""
+"""Unsupported weights and versions of Transformer Engine are refused with a reason, on all ranks,
+before anything is changed."""
 
 from __future__ import annotations
 

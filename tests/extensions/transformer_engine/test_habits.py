@@ -102,7 +102,7 @@ def freeze(model: Any, step: int) -> None:
 
 
 TWICE = (0, 1, 0, 2, 3, 0, 1)
-# Models and other attributes of the scenario; first those that compute what four blocks do.
+# Models and other attributes of the scenario. Those in RECOMPUTED compute the same as four blocks.
 RECOMPUTED: dict[str, tuple[Any, dict[str, Any]]] = {
     "checkpoints of two units": (partial(bent, span=2), {}),
     "re-entrant checkpoints of two units": (partial(bent, span=2, reentrant=True), {}),

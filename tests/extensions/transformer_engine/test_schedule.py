@@ -76,7 +76,7 @@ def test_forward_gathers_rows_and_backward_columns_of_half_the_bytes_of_bf16() -
             expected = 0
             for unit in engine.units:
                 for buffer in unit.buffers:
-                    # The last block and the root stay full: of MXFP8 in another encoding.
+                    # The last block and the root stay full, but MXFP8 gathers its other encoding.
                     stays = unit.index in (0, len(engine.units) - 1)
                     again = not stays or (is_quantised(buffer) and recipe == "mxfp8")
                     label = f"all-gather of {buffer.label}"
@@ -109,7 +109,7 @@ def test_two_planes_are_full_while_they_are_encoded_and_one_at_any_other_time() 
             encodings = 1 if last else 2
             assert engine.peak_memory_bytes()["full"] == root + plain + encodings * encoding
         step_of(engine, optimizer)
-    # What persists: half of each encoding and of fp32 main weights.
+    # Half of each encoding persists on each rank.
     assert engine.memory_bytes()["model"] == 3 * 2 * encoding // 2
 
 

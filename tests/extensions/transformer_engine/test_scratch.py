@@ -76,8 +76,8 @@ def test_it_sends_one_message_of_values_and_none_of_amaxes() -> None:
         (sent, amaxes, gathers), (sent_once, none, gathers_once) = found
         assert (amaxes, none) == (2 * len(axes), 0)  # a buffer in each of two blocks
         assert gathers - gathers_once == 2 * len(axes)
-        # Two encodings are as many bytes as the values. What differs is the messages of amaxes, of
-        # two bytes for each scale: of two ranks, each sends half of them twice.
+        # Two encodings are as many bytes as the values. The difference is the messages of amaxes,
+        # with two bytes for each scale: each of two ranks sends half of them twice.
         scales = [state for b in fp8_buffers(engine) for state in b.weights.codec.state]
         assert sent - sent_once == len(axes) * sum(2 * state.numel() for state in scales)
 

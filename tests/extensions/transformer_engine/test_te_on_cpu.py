@@ -1,4 +1,4 @@
-"""Transformer Engine's Python over the stand-ins is what the recipes' definitions say, and the
+"""Transformer Engine's Python over the stand-ins follows the recipes' definitions, and the
 imitated modules compute with its bytes."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_the_worked_example_is_exact() -> None:
     # 7.5 has 448 / 7.5 = 59.7: down to 32, and 7.5 / 448 up to 1 / 32.
     for recipe, scale_inv in (("block", 1 / 32), ("mxfp8", 122)):
         assert quantise(whole * (7.5 / 7), recipe).row_scale_inv[0, 0].item() == scale_inv
-    # In a column of MXFP8 each value is alone: -7 is 448 and 0.5 too.
+    # In a column of MXFP8 each value is alone in its block, and has an exponent of its own.
     assert quantise(whole, "mxfp8").column_scale_inv[0, :4].tolist() == [118, 121, 120, 0]
 
 

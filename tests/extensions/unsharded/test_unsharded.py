@@ -96,7 +96,7 @@ TOKENS = torch.tensor([[1, 5, 2]])
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    """But for the dtype."""
+    """Values are equal; dtypes may differ."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, check_dtype=False)
 
 
@@ -184,7 +184,7 @@ def test_edits_that_cannot_be_written_back_raise_on_all_ranks(
         before = full_weights(model)
         with pytest.raises((ValueError, RuntimeError), match=message), engine.unsharded():
             edit(model)
-        if level != "no_shard":  # where full weights are the main weights
+        if level != "no_shard":  # no_shard edits the main weights themselves
             after = full_weights(model)
             assert_same({name: after[name] for name in before}, before)
         model(TOKENS).sum().backward()

@@ -64,7 +64,7 @@ class Whitening(torch.optim.Optimizer):
 
 
 class WhitensOrAverages(torch.optim.Optimizer):
-    """Steps each group as one of two optimizers, as those do that have Muon and AdamW in one."""
+    """Steps each group by one of two rules, like optimizers that contain Muon and AdamW."""
 
     def __init__(self, params: Any, lr: float = 0.02) -> None:
         super().__init__(params, {"lr": lr, "whitens": False})
@@ -251,7 +251,7 @@ def job(pair: tuple[str, str], **options: Any) -> Job:
 
 @contextmanager
 def small_chunks() -> Iterator[pytest.MonkeyPatch]:
-    """Within it chunks have a parameter of each rank."""
+    """A context in which each chunk has one parameter per rank."""
     module = "fsdp_engine.extensions.whole_tensor_optimizers.owned_step"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(f"{module}._CHUNK_ELEMENTS", 1)

@@ -1,4 +1,4 @@
-"""Trials find what a step needs at once."""
+"""Trials find whether a step needs elements, tensors, groups or all parameters together."""
 
 from __future__ import annotations
 

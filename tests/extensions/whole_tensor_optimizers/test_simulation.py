@@ -52,8 +52,8 @@ def test_each_rank_steps_its_share() -> None:
 
 
 def test_messages_have_the_bytes_of_cut_matrices() -> None:
-    """Of four matrices, each cut in two, a rank owns two: halves of gradients of the others go, and
-    halves of its own weights."""
+    """Each of two ranks owns two of four matrices, and sends half of the gradients of the others
+    and half of its own weights."""
     found, adamw = simulated(2), simulated(2, None)
     halves = 2 * MATRIX // 2 * 4
     assert found.sent_bytes["inner"] - adamw.sent_bytes["inner"] == 2 * halves

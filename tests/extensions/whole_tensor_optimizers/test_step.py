@@ -157,7 +157,7 @@ def test_param_groups_may_be_edited(level: str, edit: str) -> None:
         EDITS[edit](side.optimizer)
         side.train(1, 2)
         found = owned.values(side.model)
-        del side.optimizer.param_groups[1:]  # what left returns with the state that it had
+        del side.optimizer.param_groups[1:]  # removed parameters return with their state
         side.optimizer.param_groups[0]["params"] = params[:3]
         side.optimizer.add_param_group({"params": params[3:]})
         side.train(3)
@@ -185,11 +185,11 @@ def test_parameters_that_are_stepped_at_once_stay_together() -> None:
     assert all(map(torch.equal, owned.values(model), before))
 
 
-# What users do, with a sharded model and in one process.
+# Uses of an optimizer, with a sharded model and in one process.
 
 
 def change_weights(side: owned.Side) -> None:
-    """They travel to owners only if they were changed."""
+    """Weights are sent to owners only if they were changed."""
     bring = ChunkMessages.bring_weights
     with mock.patch.object(
         ChunkMessages, "bring_weights", autospec=True, side_effect=bring
@@ -270,7 +270,7 @@ def step_a_slice_whole(side: owned.Side) -> None:
 
 
 def step_with_a_closure(side: owned.Side) -> list[Tensor]:
-    """It is called once in a step."""
+    """The closure is called once in a step."""
     calls = []
 
     def closure() -> Tensor:
@@ -321,7 +321,7 @@ def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: s
 
 
 class Retrying(torch.optim.LBFGS):
-    """Its step calls the closure again after an error."""
+    """An optimizer whose step calls the closure again after an error."""
 
     def step(self, closure: Any) -> Any:
         def twice() -> Any:
@@ -372,7 +372,7 @@ def test_a_closure_that_leaves_a_gradient_on_some_ranks_only_fails_on_all() -> N
 
 
 class Restoring(owned.Whitening):
-    """Reads and changes what torch has loaded, as optimizers of pytorch_optimizer do."""
+    """Reads and changes the state that torch has loaded, as pytorch_optimizer does."""
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)

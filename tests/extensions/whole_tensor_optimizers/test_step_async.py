@@ -1,4 +1,4 @@
-"""Owners on an asynchronous device: bits of the CPU, and wrong ones where compute does not wait."""
+"""Owners on an asynchronous device: results equal the CPU's, and are wrong without waits."""
 
 from __future__ import annotations
 

@@ -33,8 +33,8 @@ class ForcedNorm(nn.Linear):
 
 
 class Model(nn.Module):
-    """Blocks of which each has a layer that writes its weight, called twice, and one that does not;
-    and a tied weight."""
+    """Blocks with a layer that writes its weight and one that does not, and a tied weight. The
+    first block is called twice."""
 
     recomputes = False
 
@@ -95,7 +95,7 @@ def batch(step: int, rank: int) -> Tensor:
 
 
 def evaluate(model: Any, x: Tensor) -> None:
-    """It writes, too."""
+    """Evaluations write weights, too."""
     with torch.no_grad():
         model(x)
 
@@ -125,7 +125,7 @@ def test_writes_through_data_that_begin_late_are_found(
         found += [str(each.message) for each in caught if "through .data" in str(each.message)]
     weight = full_weights(model)["blocks.1.0.weight"]
     assert weight.abs().max() <= 0.1 + 1e-3, "the last write is kept"
-    assert len(found) == int(begin > 1), found  # the second use is looked at
+    assert len(found) == int(begin > 1), found  # for begin=1 the write is found at once
     assert all("blocks.1.0" in text for text in found)
 
 
