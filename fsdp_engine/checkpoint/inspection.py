@@ -75,7 +75,8 @@ class Description:
 
     Attributes:
         path: The folder of the checkpoint.
-        step, world_size, mesh, strategy, libraries: The values in the manifest.
+        step: The step, by the manifest or by the name of a trainer's folder.
+        world_size, mesh, strategy, libraries: The values in the manifest.
         saved_at: The time at which the checkpoint was completed, in ISO 8601.
         trainable_only: Whether the checkpoint was saved without frozen parameters.
         ties: The first name of a tied weight, by each of its further names.
@@ -139,7 +140,7 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
     groups, num_groups = _groups(checkpoint)
     return Description(
         path=str(checkpoint.folder),
-        step=None if manifest is None else manifest.step,
+        step=checkpoint.step,
         saved_at=checkpoint.saved_at().isoformat(timespec="seconds"),
         world_size=None if manifest is None else manifest.world_size,
         mesh=None if manifest is None else manifest.mesh,
@@ -455,8 +456,8 @@ def compare(
     found.only_in_a = [key for key in keys_a if key not in in_b]
     found.only_in_b = [key for key in keys_b if key not in in_a]
     objects = _Objects(found, rtol, atol)
-    if match is None and a.manifest is not None and b.manifest is not None:
-        objects.compare("step", OTHER, a.manifest.step, b.manifest.step)
+    if match is None and a.step is not None and b.step is not None:
+        objects.compare("step", OTHER, a.step, b.step)
     pairs = _Pairs(a, b, buffer_bytes)
     for key in keys_a:
         if key not in in_b:

@@ -117,9 +117,26 @@ def _check_step(folder: Path, step: int | None) -> None:
     """Check that a single checkpoint has the given step."""
     if step is None:
         return
-    found = Manifest.read(folder).step if (folder / MANIFEST).is_file() else "an unknown one"
+    found = step_of(folder, Manifest.read(folder) if (folder / MANIFEST).is_file() else None)
     if found != step:
-        raise FileNotFoundError(f"step: expected step {step} at {folder}; found {found}")
+        what = "an unknown one" if found is None else found
+        raise FileNotFoundError(f"step: expected step {step} at {folder}; found {what}")
+
+
+def step_of(folder: Path, manifest: Manifest | None) -> int | None:
+    """Returns the step of a checkpoint; None if it is unknown.
+
+    A trainer's checkpoint has no manifest: the name of its folder contains the step.
+
+    Args:
+        folder: The folder of the checkpoint.
+        manifest: Its manifest, if it has one.
+    """
+    if manifest is not None:
+        return manifest.step
+    parent = folder.resolve().parent.name if folder.name == TRAINER_SUBFOLDER else ""
+    name = _TRAINER_FOLDER.fullmatch(parent)
+    return None if name is None else int(name[1])
 
 
 class StoredCheckpoint:
@@ -148,6 +165,11 @@ class StoredCheckpoint:
         self.manifest = Manifest.read(folder) if has_manifest else None
         self.metadata = read_metadata(folder, trust)
         self.saved = Saved(self.metadata)
+
+    @property
+    def step(self) -> int | None:
+        """The step; None if it is unknown."""
+        return step_of(self.folder, self.manifest)
 
     @cached_property
     def _reader(self) -> Reader:
@@ -279,7 +301,7 @@ def verify(
     num_files, num_bytes = count_files(folder, files)
     return Verdict(
         folder=folder,
-        step=None if manifest is None else manifest.step,
+        step=step_of(folder, manifest),
         has_checksums=has_checksums,
         num_files=num_files,
         num_bytes=num_bytes,

@@ -40,7 +40,8 @@ def title(checkpoint: StoredCheckpoint) -> str:
     """Describe a checkpoint in one line."""
     manifest = checkpoint.manifest
     if manifest is None:
-        return f"{checkpoint.folder}: without a manifest"
+        step = "" if checkpoint.step is None else f"step {checkpoint.step}, "
+        return f"{checkpoint.folder}: {step}without a manifest"
     mesh = " x ".join(str(size) for size in manifest.mesh.values())
     ranks = counted(manifest.world_size, "rank")
     return (

@@ -295,7 +295,7 @@ def test_export_writes_the_weights_of_any_checkpoint(saved: Path, tmp_path: Path
     expected = weights(first(saved))
     for name in ("run", "other", "plain", "unsharded"):
         options = ["--step", 1] if name == "run" else []
-        assert "1 files" in run("export", saved / name, tmp_path / name, *options)
+        assert "1 file, " in run("export", saved / name, tmp_path / name, *options)
         found = exported(tmp_path / name)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[key], value) for key, value in expected.items())
@@ -451,6 +451,19 @@ def test_values_are_complete_in_json_and_short_in_tables(tmp_path: Path) -> None
     assert "rate: nan" in shown
     assert "s: 'x'" in shown
     assert "299" not in shown
+
+
+def test_the_step_of_a_trainer_s_checkpoint_is_in_the_name_of_its_folder(tmp_path: Path) -> None:
+    for step in (9, 16):
+        written(tmp_path / f"checkpoint-{step}" / "fsdp_engine", model={"w": torch.ones(2)})
+    for path in (tmp_path, tmp_path / "checkpoint-16", tmp_path / "checkpoint-16/fsdp_engine"):
+        assert facts(run("inspect", path))["step"] == "16"
+        assert facts(run("inspect", path, "--step", 16))["step"] == "16"
+    found = run("inspect", tmp_path / "checkpoint-16", "--step", 9, code=2)
+    assert "expected step 9" in found
+    assert "found 16" in found
+    different = run("diff", tmp_path / "checkpoint-9", tmp_path / "checkpoint-16", code=1)
+    assert "step: 9; 16" in different
 
 
 def test_long_sequences_of_numbers_are_one_difference(tmp_path: Path) -> None:
