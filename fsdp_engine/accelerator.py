@@ -51,8 +51,8 @@ def default_backend(device: torch.device | None) -> str:
 
 
 def device_type_of(group: dist.ProcessGroup | None = None) -> str:
-    """Returns the device type of ``group``, or of the default group: that of the accelerator, if
-    the group has the accelerator's default backend, else "cpu"."""
+    """Returns the device type of ``group``, or of the default group: the accelerator's type if the
+    group has the accelerator's default backend, else "cpu"."""
     device = current_accelerator()
     if device is None:
         return "cpu"

@@ -35,13 +35,11 @@ class Backend:
         return name == "gloo"
 
     def lanes(self, device: torch.device) -> Any:
-        """Returns the ``Lanes`` of an engine on ``device``. None: the engine makes lanes for the
-        device itself."""
+        """Returns the ``Lanes`` of an engine on ``device``. None: the engine makes its own."""
         del device
 
     def other_lanes(self, names: Sequence[str]) -> Any:
-        """Returns additional lanes with these names. None: the caller makes lanes for its device
-        itself."""
+        """Returns additional lanes with these names. None: the caller makes its own lanes."""
         del names
 
     def booked_elsewhere(self, tensor: torch.Tensor, place: str) -> None:

@@ -42,8 +42,8 @@ def own_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def user_stacklevel() -> int:
-    """Returns the ``stacklevel`` that makes a warning of the calling function name the line of the
-    user's code."""
+    """Returns the ``stacklevel`` with which a warning of the calling function points to the line of
+    the user's code."""
     frame: FrameType | None = sys._getframe(1)
     level = 1
     while frame is not None and is_of_library(frame.f_code.co_filename):

@@ -73,7 +73,7 @@ class Engine:
         mesh: The data-parallel ranks.
         ranks: All ranks of the model. These are the ranks of ``mesh``, and more if parameters are
             DTensors over other mesh dimensions.
-        strategy: The levels of both axes.
+        strategy: The sharding levels of the inner and the outer axis of ``mesh``.
         options: The options of the engine.
         policy: The dtypes of the engine.
         units: The units of the model, the root first.
@@ -199,8 +199,8 @@ class Engine:
             self._other_weights = before
 
     def check_sharded(self, what: str) -> None:
-        """Check that modules do not hold full main weights, of which an operation on main weights
-        would change nothing.
+        """Check that modules do not hold full main weights, because operations on main weights do
+        not change the full ones.
 
         Args:
             what: Name of the operation in the message.

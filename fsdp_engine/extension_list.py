@@ -6,8 +6,9 @@ not import it, and passes its tests without it (``python -m tools.extensions``).
 names that the extension adds to the package and to the engine. Each name is imported at its first
 use.
 
-The kernel calls an extension at a *seam*: an object for which the kernel has a plain class, and the
-extension has a class of its own. ``docs/design.md`` lists the seams.
+The kernel (the package without its extensions) calls an extension at a *seam*: an object for which
+the kernel has a plain class, and the extension has a class of its own. ``docs/design.md`` lists the
+seams.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Extension:
             module ``engine`` is imported.
         files: Modules outside of the folder that belong to the extension, because users import
             names from them.
-        words: Options and arguments by which users select the extension.
+        words: Other texts in source files that show a use of the extension.
     """
 
     folder: str
@@ -306,8 +307,8 @@ def find_module(path: str, needed_by: str | None = None) -> Any:
         return importlib.import_module(f"{_FOLDER}.{path}")
     if needed_by is not None:
         raise ValueError(
-            f"{needed_by}: expected a package with the extension {folder!r}, which this value "
-            "needs; found none"
+            f"{needed_by}: expected the extension {folder!r} to be installed, since this value "
+            "needs it; found none"
         )
     return None
 

@@ -23,7 +23,7 @@ EXTRAS = {
 
 @contextmanager
 def naming_extra() -> Iterator[None]:
-    """Returns a context that adds the command to install a missing package to its import error.
+    """Returns a context in which the import error of a missing package says how to install it.
 
     Raises:
         ModuleNotFoundError: An import within the context failed. If the package is in ``EXTRAS``,

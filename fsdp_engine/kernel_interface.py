@@ -1,4 +1,4 @@
-"""The names of the kernel that the planner uses.
+"""The names that the planner uses of the kernel (the package without its extensions).
 
 The planner imports no other names, so it does not depend on how the kernel is divided into files.
 ``tests/test_architecture.py`` checks this. The names are:
@@ -97,7 +97,7 @@ def unchecked_plan(
     options: Options | None = None,
     extensions: Sequence[EngineExtension] = (),
 ) -> tuple[Plan, PlanSettings]:
-    """Returns the plan of a model that is not trained, and the settings of the plan. Unlike
+    """Returns the plan of a model that will not be sharded, and the settings of the plan. Unlike
     ``shard``, this function does not check that the parameters can be sharded, share no memory, and
     are held by no optimizer.
 

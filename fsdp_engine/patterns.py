@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-# Minimum number of characters that are saved where the start of joined names is written once.
+# The common start of names is written once only if this saves at least so many characters.
 _MIN_SAVED = 24
 _WILDCARDS = {"**": ".*", "*": r"[^.]*", "?": r"[^.]"}
 

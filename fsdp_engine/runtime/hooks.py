@@ -156,7 +156,7 @@ class _Entered:
         units: Pairs of a unit that the call has entered and must leave, and a flag: whether this
             use is part of the recorded order.
         calls: A :class:`Call` for each of these units whose backward may follow. A unit has none if
-            the call of an earlier forward already waits for the same backward.
+            the call repeats an earlier one whose :class:`Call` is still pending.
         repeats: Whether the call runs within backward and repeats an earlier call.
         wants_calls: Whether autograd records the call, so that a backward may follow.
         alone: The input and its version counter, if the only input is one tensor that needs no
@@ -164,7 +164,8 @@ class _Entered:
         inputs: The inputs in all other cases.
         containers: The inputs that can contain tensors.
         began: The sequence number of the first function that autograd records in the call.
-        handled: The exception that the caller handles, if it is in an ``except`` block.
+        handled: The exception whose ``except`` block contains the call, or None. At the end of the
+            call, another current exception means that the forward has failed.
     """
 
     __slots__ = (
@@ -345,8 +346,8 @@ class ModuleHooks:
             self._scheduler.repeat(unit)
             if wants_call:
                 self._scheduler.note_run_again(unit)
-            # Pending calls of the first forward observe the backward. There are none if that
-            # forward ran without autograd, as it does in a re-entrant checkpoint.
+            # If the first forward has pending calls, they observe the backward. If it ran without
+            # autograd (in a re-entrant checkpoint), it has none, and this call observes it.
             wants_call = wants_call and not unit.pending_calls
             if not wants_call:
                 return
@@ -453,8 +454,8 @@ class ModuleHooks:
                 if call.reads_weights:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
-                        "expected each tensor that forward computes, and the loss uses, in the "
-                        "output, in attributes of modules or in arguments; "
+                        "expected the output, attributes of modules or arguments to contain each "
+                        "tensor that forward computes and the loss uses; "
                         f"found {hidden}",
                         "Return it, or keep it in an attribute",
                     )
@@ -507,8 +508,8 @@ class ModuleHooks:
 def _listen_to_base(tensor: Tensor, began: int, begin: Callable[[Any], None]) -> None:
     """Register ``begin`` on the function that computed the base of a view, if the call ran it.
 
-    An in-place operation on the view replaces its function. Gradients then pass from the operation
-    to the function of the base.
+    An in-place operation on the view replaces the view's ``grad_fn``. Gradients then pass from the
+    operation to the function of the base.
     """
     base = _base_of(tensor)
     node: Any = None if base is None else base.grad_fn

@@ -45,7 +45,7 @@ class KeptTensors:
             arguments: The arguments of the call.
 
         Returns:
-            Two values. The first is a list of the tensors that were found. The second is a text for
-            messages if the call computed a tensor after these, which was not found; otherwise None.
+            Two values: the tensors that were found; and, for messages, a text about a tensor that
+            the call computed after the outputs and the found tensors and stored elsewhere, or None.
         """
         return [], "others (the extension kept_tensors, which finds them, is not installed)"

@@ -1,6 +1,6 @@
 """The hooks on all modules of a model, and the units that are read without a call of a module.
 
-The model's forward often reads weights of modules beside blocks without calling these modules. For
+The model's forward often reads weights of modules outside of blocks without calling them. For
 example, a head may multiply with ``self.embedding.weight``. The units of such modules must be
 unsharded while the model's forward runs. The first forwards show which units these are:
 
@@ -39,8 +39,8 @@ class ImplicitUses:
         units: All units of the model.
         hooks_of: The hooks of the loose modules of each unit that has some.
         check: A function that is called before each forward of the model.
-        scheduler: The scheduler of the engine. While ranks may use different units, units are
-            entered only by calls and reads, and these do not change how later forwards enter them.
+        scheduler: The scheduler of the engine. While ranks may use different units, only calls and
+            reads enter units, and nothing is recorded for later forwards.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ImplicitUses:
                     f"unit {unit.label}: expected reads of its parameters within the unit's "
                     "forward; found one in the model's forward, outside that of the unit. The unit "
                     "stays unsharded until the model's forward returns. If another module calls a "
-                    "module of the unit, make a unit of that module (units=), or call it within "
+                    "module of the unit, make the called module a unit (units=), or call it within "
                     "the unit's forward",
                     stacklevel=2,
                 )
@@ -136,7 +136,7 @@ class ModelHooks:
             # Either all modules of a unit have hooks or none has: the gradients of the unit are
             # complete when the backwards of all its calls have ended.
             for module in unit.modules:
-                # Inputs of modules beside blocks are not cast: the model's forward computed them.
+                # Inputs of loose modules are not cast: the model's forward computed them.
                 dtypes = (None, unit.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)

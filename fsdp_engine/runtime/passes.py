@@ -38,15 +38,15 @@ class Backward:
     """A running backward, with the calls that it has entered and left.
 
     Attributes:
-        is_recorded: Whether the backward is one run of autograd, ends with this run, and is part of
-            the recorded order. False, in a subclass: the code that begins the backward ends it.
+        is_recorded: Whether the backward is part of the recorded order. It then ends with its run
+            of autograd. False, in a subclass: the code that begins the backward ends it.
         creates_graph: Whether autograd records the backward itself (``create_graph``).
         touched: Units that may be unsharded when the backward ends, by number.
         open_units: Numbers of the units that the backward computes with. They are skipped when the
             next use is looked up in the recorded order.
         run_again: Numbers of units that had several calls, some of which run again in this backward
             because their graph was retained. It is not known how many of the calls will run again.
-        num_run_again: For each unit, the number of calls that are repeated within this backward.
+        num_run_again: For each unit, the number of calls that this backward has recomputed.
         run: The number of the backward's run of autograd.
     """
 
@@ -77,7 +77,7 @@ class Backward:
         return call in self._left and self._left[call] == current_run()
 
     def computes_with(self, units: Collection[Unit], containing: Collection[int]) -> bool:
-        """Returns whether the backward of a call is running whose unit is one of ``units`` or
+        """Returns whether any call whose backward is running has a unit that is in ``units`` or
         contains other units.
 
         Args:
@@ -98,8 +98,8 @@ class Backward:
             inputs: Autograd's nodes of the call's inputs, if there are several.
 
         Raises:
-            RuntimeError: A unit of another class refuses ``create_graph`` in
-                :meth:`Unit.keep_recorded`.
+            RuntimeError: The unit is of a subclass whose :meth:`Unit.keep_recorded` does not allow
+                ``create_graph``.
         """
         unit = call.unit
         self.creates_graph = torch.is_grad_enabled()

@@ -1,4 +1,4 @@
-"""Reductions that compute has not waited for."""
+"""Reductions that the compute lane has not waited for."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_engine.runtime.unit import Unit
 
 
 class PendingReductions:
-    """Reductions that compute has not waited for, oldest first.
+    """Reductions that the compute lane has not waited for, oldest first.
 
     Reductions that one backward leaves pending are waited for, and their staging buffers freed,
     before the next backward stages gradients. So two backwards never need more staging memory than
@@ -76,7 +76,7 @@ class PendingReductions:
             compute.wait(*self._done)  # this includes waiting for reads of transient memory
             self._free(len(self._reading))
         else:
-            # The host drives reductions: it frees the staging buffer of each before the next.
+            # The host drives reductions: it frees the staging buffer of one before it runs another.
             while self._reading:
                 self._free_oldest(1)
             compute.wait(*self._done)

@@ -256,8 +256,8 @@ class Reductions:
         return self._message.num_started
 
     def are_reduced(self, unit: Unit) -> bool | None:
-        """Returns whether published gradients of the unit are reduced; None: some are accumulated
-        and not reduced."""
+        """Returns whether the unit's gradients are reduced and published. False: it has none, or
+        they were cleared. None: some are accumulated and not reduced."""
         is_final = self._is_final(unit)
         if is_final or all(buffer.published.are_cleared for buffer in unit.trainable):
             return is_final
@@ -501,7 +501,7 @@ class Reductions:
         """
         if self._queue is not None:
             raise RuntimeError(
-                "zero_grad_buffer: expected no backward in progress; found one without the "
+                "zero_grad_buffer: expected no backward in progress; found one that still misses "
                 f"gradients of {self._missing()} (after an exception, call engine.reset())"
             )
         self.wait()

@@ -21,9 +21,9 @@ recorded.
 [Note: One order on all ranks]
 Collectives of one group must be issued in one order on all ranks. Units with sharded parameters are
 gathered when they are entered, so all ranks must enter the same units, unless a subclass of
-:class:`Schedule` is in use. Units whose parameters are never sharded are only *refreshed* after
-their weights have changed, and ranks may enter different ones. So refreshes are issued in the
-canonical order of units, up to the unit that is entered. The rest is issued when forward ends.
+:class:`Schedule` is in use. Units whose parameters are never sharded are gathered only after their
+weights have changed (a *refresh*), and ranks may enter different ones. So refreshes are issued in
+the canonical order of units, up to the unit that is entered. The rest is issued when forward ends.
 """
 
 from __future__ import annotations

@@ -261,7 +261,8 @@ class Scheduler:
         if self._backward is not None:
             return
         if units := [unit for unit in self.units if unit.may_run_backward]:
-            stepped = stepped or _with_gradients(optimizer)  # not noted: the step had a closure
+            # A closure computes gradients within the step, after note_gradients.
+            stepped = stepped or _with_gradients(optimizer)
             for unit in units:
                 unit.invalidate_graphs(stepped)
 

@@ -7,8 +7,8 @@ freed together.
 
 A unit whose parameters are not sharded is never SHARDED. ``unit.uses`` counts the forwards and
 backwards that compute with the full parameters: each call of one of the unit's modules until it
-returns, and the backward of each call. A use has a phase, forward or backward. Both read the same
-bytes here; other classes of units (``Weights.unit_class``) distinguish them.
+returns, and the backward of each call. A use has a phase, forward or backward. In :class:`Unit`,
+uses of both phases read the same bytes; other classes (``Weights.unit_class``) distinguish phases.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Call:
             the backward of this call ends with the complete backward.
         is_pending: Whether the backward of the call is expected or running.
         follows_another: Whether another call of the unit was pending when this one was created.
-        is_retained: Whether a backward of the call retained its graph, which another may run again.
+        is_retained: Whether a backward of the call retained its graph for another backward.
         schedule: The schedule with which the forward was gathered.
         outer_run: The run of autograd within which the forward ran, if the engine had already used
             units in that run; else None. See [Note: Nested backwards] in
@@ -228,7 +228,8 @@ class Unit:
         needs_refresh: Whether changed main weights must be sent or cast before the next use.
         repeated_phase: The phase of a use in which the unit's forward is repeated for its backward:
             BOTH, or FORWARD if its backward gathers other bytes.
-        unknown_phase: The phase of a use by another rank, if this rank does not know the phase.
+        unknown_phase: The phase to gather for if another rank's use has a phase that this rank does
+            not know.
         index: The number of the unit, which the engine sets.
         options: The options of the unit, which users may change.
         state: The state of the full parameters.
@@ -294,7 +295,7 @@ class Unit:
     @property
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point inputs of the modules are cast; None: no cast."""
-        # Inputs of modules beside blocks are not cast: the model's forward computed them.
+        # Inputs of loose modules are not cast: the model's forward computed them.
         casts = self.policy.cast_forward_inputs and len(set(self.loose)) < len(self.modules)
         return self.policy.param_dtype if casts else None
 
@@ -500,7 +501,7 @@ class Unit:
         changed = [
             full
             for buffer in self.trainable
-            if not buffer.is_plain  # autograd counts changes of the parameters themselves
+            if not buffer.is_plain  # the optimizer's writes increase versions of plain parameters
             for full, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True)
             if id(sharded) in params
         ]

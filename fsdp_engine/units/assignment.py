@@ -1,14 +1,14 @@
 """Finds the units of a model, and the unit that owns each parameter.
 
 A unit is a set of modules. It is entered when one of them is called, and left when that call
-returns. A parameter belongs to the smallest unit that contains every module that refers to it, at
-every place of that module in the model. This is usually the module's own unit. For a tied
+returns. A parameter belongs to the smallest unit that contains all modules that hold it, and all
+places of such a module in the model. This is usually the module's own unit. For a tied
 parameter, or a parameter of a module that two blocks share, it is the unit that contains both
 places, or else the root. Each parameter is therefore in exactly one unit, however units nest.
 
 [Note: Default units]
-Blocks, the children of every ``nn.ModuleList`` and ``nn.Sequential``, are units. Each run of
-consecutive modules before, between or after the blocks (embeddings; final norm and head) is one
+Blocks, the children of the outermost ``nn.ModuleList`` and ``nn.Sequential``, are units. Each run
+of consecutive modules before, between or after the blocks (embeddings; final norm and head) is one
 unit. The root therefore owns only parameters that its own forward reads: parameters of modules that
 contain blocks, and parameters that tie a block to another module. Runs that share a tied parameter
 (an embedding and a head) form one unit.
@@ -16,8 +16,8 @@ contain blocks, and parameters that tie a block to another module. Runs that sha
     embedding, positions | block 0 | block 1 | .. | block n | norm, head          not tied
     embedding, positions, norm, head | block 0 | block 1 | .. | block n           tied
 
-Modules beside blocks are *loose*: the model's forward may read their weights without calling them
-(a head that multiplies with ``self.embedding.weight``). See ``runtime/model_hooks.py``.
+Modules outside of blocks are *loose*: the model's forward may read their weights without calling
+them (a head that multiplies with ``self.embedding.weight``). See ``runtime/model_hooks.py``.
 
 [Note: Size of a unit]
 Each unit costs one collective per gather and per reduction, and host time for submissions. With

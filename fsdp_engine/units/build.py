@@ -183,8 +183,8 @@ class Resources:
 
 
 SAME = "same"
-# A choice of interfaces other than fe.shard: parameters are broadcast from the first rank, and
-# values are not compared.
+# For interfaces other than fe.shard: parameters are broadcast from the first rank, and values are
+# not compared.
 FIRST_PARAMETERS = "rank0 parameters"
 
 

@@ -33,9 +33,9 @@ def ranks_of_model(
             of ``data`` is an expert parameter, sharded over ranks that do not share experts.
 
     Raises:
-        ValueError: A DTensor is distributed over ranks that share it, is on another device type, or
-            is over a mesh that is not a slice of the same mesh as the data-parallel mesh. The
-            message names the parameter.
+        ValueError: A DTensor is distributed over ranks that share it, or is on another device type;
+            or its mesh and the data-parallel mesh are not slices of one mesh. The message names the
+            parameter.
     """
     meshes: list[DeviceMesh] = []
     others: dict[str, DeviceMesh] = {}

@@ -49,7 +49,7 @@ def install_into(
 def hidden(buffers: Sequence[ParamAndGradBuffer]) -> Iterator[None]:
     """Remove the parameters of ``buffers`` from the modules within the context."""
     places = [each for buffer in buffers for record in buffer.records for each in record.holders]
-    # WatchedParameters would return the full parameters.
+    # dict.get bypasses WatchedParameters, which would return the full parameters.
     kept = [dict.get(module._parameters, attribute) for module, attribute in places]
     lists = [
         (module, module._flat_weights, module._flat_weight_refs)
@@ -165,13 +165,13 @@ class Installation:
         """
         places = zip(self._containers, self._keys, self._full, self._sharded, strict=True)
         for parameters, name, full, sharded in places:
-            # WatchedParameters would return the full parameter.
+            # dict.__getitem__ bypasses WatchedParameters, which would return the full parameter.
             is_dict = isinstance(parameters, dict)
             found = dict.__getitem__(parameters, name) if is_dict else parameters[name]
             if found is not sharded and found is not full:
                 raise RuntimeError(
                     f"functional_call: expected the model's own parameters in unit {self._label}; "
-                    f"found another tensor for {name}, in whose place the engine would use the "
+                    f"found another tensor for {name}, which the engine would replace by the "
                     "sharded weights. Change the weights themselves (load_state_dict, "
                     "engine.unsharded()), or shard at level no_shard without mixed precision"
                 )

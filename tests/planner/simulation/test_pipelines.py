@@ -373,7 +373,7 @@ def test_tensor_parallelism_of_a_function() -> None:
 def test_a_package_without_the_extension_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [each for each in extension_list.EXTENSIONS if each.folder != "pipelines"]
     monkeypatch.setattr(extension_list, "EXTENSIONS", others)
-    message = "pipeline: expected a package with the extension 'pipelines'"
+    message = "pipeline: expected the extension 'pipelines' to be installed"
     with pytest.raises(ValueError, match=message):
         fe.plan(lambda: nn.Linear(2, 2), torch.zeros(1, 2), world_size=2, pipeline=2)
     with pytest.raises(ValueError, match=message):
