@@ -159,34 +159,34 @@ class _Entered:
             the call repeats an earlier one whose :class:`Call` is still pending.
         repeats: Whether the call runs within backward and repeats an earlier call.
         wants_calls: Whether autograd records the call, so that a backward may follow.
-        alone: The input and its version counter, if the only input is one tensor that needs no
-            cast.
+        only_input: The input and its version counter, if the only input is one tensor that needs
+            no cast.
         inputs: The inputs in all other cases.
         containers: The inputs that can contain tensors.
         began: The sequence number of the first function that autograd records in the call.
-        handled: The exception whose ``except`` block contains the call, or None. At the end of the
-            call, another current exception means that the forward has failed.
+        handled_exception: The exception whose ``except`` block contains the call, or None. At the
+            end of the call, another current exception means that the forward has failed.
     """
 
     __slots__ = (
-        "alone",
         "began",
         "calls",
         "containers",
-        "handled",
+        "handled_exception",
         "inputs",
+        "only_input",
         "repeats",
         "units",
         "wants_calls",
     )
 
     def __init__(self, *, repeats: bool, wants_calls: bool) -> None:
-        self.handled = sys.exc_info()[1]
+        self.handled_exception = sys.exc_info()[1]
         self.units: list[tuple[Unit, bool]] = []
         self.calls: list[Call] = []
         self.repeats = repeats
         self.wants_calls = wants_calls
-        self.alone: tuple[Tensor, int] | None = None
+        self.only_input: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
         self.containers: Sequence[Any] = ()
         self.began = 0
@@ -327,7 +327,7 @@ class ModuleHooks:
             if self._input_dtype is None or is_of(self._input_dtype, tensor):
                 if not calls:
                     return args, kwargs
-                entered.alone = (tensor, version_of(tensor))
+                entered.only_input = (tensor, version_of(tensor))
                 if tensor.requires_grad:
                     args = (self._listen(calls, tensor),)
                 entered.began = next_function()
@@ -389,7 +389,7 @@ class ModuleHooks:
         calls = entered.calls
         has_backward = False
         # torch also calls this hook, with the output None, when forward has raised an exception.
-        has_failed = output is None and sys.exc_info()[1] is not entered.handled
+        has_failed = output is None and sys.exc_info()[1] is not entered.handled_exception
         try:
             if calls and not has_failed:
                 entries = self._gradient_entries(entered, calls, output)
@@ -485,8 +485,8 @@ class ModuleHooks:
         if entered.inputs is not None:
             changed = entered.inputs.changed()
             found += entered.inputs.added()
-        elif entered.alone is not None and version_of(entered.alone[0]) != entered.alone[1]:
-            changed = [entered.alone[0]]
+        elif (only := entered.only_input) is not None and version_of(only[0]) != only[1]:
+            changed = [only[0]]
         else:
             return found
         if changed:

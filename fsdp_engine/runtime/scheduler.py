@@ -136,7 +136,7 @@ class Scheduler:
     def note_run_again(self, unit: Unit) -> None:
         """Count a call of a module of the unit within backward, with gradients enabled."""
         assert self._backward is not None
-        self._backward.num_run_again[unit.index] += 1
+        self._backward.num_recomputed[unit.index] += 1
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, is_recorded: bool = True) -> None:
         """Leave a unit, because one of its modules has returned.
@@ -492,9 +492,9 @@ class Scheduler:
         unit. If some were repeated, the others belong to another microbatch, whose forward preceded
         this backward. If none was, all belong to an evaluation, and are dropped."""
         for index in list(self._uncounted):
-            num_run_again = backward.num_run_again[index]
-            self._uncounted[index] -= num_run_again
-            if not num_run_again or self._uncounted[index] <= 0:
+            num_recomputed = backward.num_recomputed[index]
+            self._uncounted[index] -= num_recomputed
+            if not num_recomputed or self._uncounted[index] <= 0:
                 del self._uncounted[index]
 
     @property

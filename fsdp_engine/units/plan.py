@@ -66,7 +66,7 @@ class AxisPlan:
         """The number of ranks on both axes together."""
         return math.prod(self.sizes.values())
 
-    def cut(self, axis: Axis) -> int:
+    def num_shards(self, axis: Axis) -> int:
         """Returns the number of shards of the optimizer state along ``axis``."""
         return self.sizes[axis] if self.strategy.shards(Role.OPTIM, axis) else 1
 
@@ -326,7 +326,7 @@ def _lay_out(
         together = math.lcm(checked, codec.granule(shape))
         requests.append(TensorRequest(record.name, shape, together))
     axes, multiple = settings.axis_plans.of(kind), ALIGNMENT
-    inner_size, outer_size = axes.cut(Axis.INNER), axes.cut(Axis.OUTER)
+    inner_size, outer_size = axes.num_shards(Axis.INNER), axes.num_shards(Axis.OUTER)
     padded = settings.options.pad_shards
     if is_bucket or padded:
         whole = bucket_multiple(axes.num_ranks, padded=padded)
