@@ -11,7 +11,7 @@
 RANKS ?= 2
 ARGS ?=
 PYTEST_ARGS ?=
-# Files of tests that run at once. A test of several ranks waits for messages between them, so that three
+# Files of tests that run at once. Tests of several ranks wait for messages between them, so three files
 # keep two cores busy; each takes up to 3 GB.
 WORKERS ?= 3
 PIP_ARGS ?=
@@ -26,14 +26,15 @@ RUN := $(VENV)/bin/python -m
 # A file's tests stay in one process: they share fixtures.
 PYTEST = $(RUN) pytest --numprocesses $(WORKERS) --dist loadfile
 STAMP := $(VENV)/.installed
-# The pinned versions, with the torch that TORCH names, which needs a triton of its own.
+# The pinned versions. A torch that TORCH names replaces the pinned one, and triton is not pinned then.
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
-# Transformer Engine's Python files, without its libraries: tests/extensions/transformer_engine/te_on_cpu.py. Not among the
-# packages, where others (peft) would take them for the library.
+# Transformer Engine's Python files without its libraries, which te_on_cpu.py loads in
+# tests/extensions/transformer_engine/. They are not among the packages, where others (peft) would take
+# them for the library.
 TE_PYTHON := $(VENV)/transformer_engine_python
-# What the tests of programs train with: the extra `programs`, and torchtitan, triton, torchao and
-# libraries of optimizers in a folder of their own, since torch, transformers and PEFT use a triton, a
-# torchao or a bitsandbytes among the packages.
+# Packages with which tests/programs train: the extra `programs`. torchtitan, triton, torchao and
+# libraries of optimizers are in a folder of their own: torch, transformers and PEFT would use a triton,
+# a torchao or a bitsandbytes that is among the packages.
 PROGRAMS := $(VENV)/.programs
 TORCHTITAN := $(VENV)/torchtitan
 # MkDocs and its plugins, in an environment of their own. They read the package without importing it.
@@ -52,8 +53,8 @@ help:
 	@echo "make train    train a small GPT on real text (ARGS=\"...\", RANKS=2)"
 	@echo "make megatron train by Megatron-Core's names, tensor x data parallel on 2 x 2 ranks"
 	@echo "make pipeline train the GPT in pipeline stages, pipeline x data parallel on 2 x 2 ranks"
-	@echo "make test     lint, types and the tests, but those that take long (CHANGED=main: those that"
-	@echo "              the changes since main need)"
+	@echo "make test     lint, types, and all tests that do not take long (CHANGED=main: only those"
+	@echo "              that the changes since main need)"
 	@echo "make test-all the same with all tests, also of programs that it installs (TRL, torchtitan, ...)"
 	@echo "make lint     ruff and mypy"
 	@echo "make format   let ruff rewrite the files"
@@ -65,8 +66,8 @@ help:
 setup: $(STAMP)
 	@:
 
-# The stamp names the folder it was made in. Where that is not this one (the tree was moved or
-# copied: the package would be imported from the old place), or Python is gone, set up again.
+# The stamp names the folder in which it was made. Set up again if this is another folder (the tree was
+# moved or copied, and the package would be imported from the old place), or if Python is missing.
 ifneq ($(shell $(VENV)/bin/python -c pass 2>/dev/null && cat $(STAMP) 2>/dev/null),$(CURDIR))
 .PHONY: $(STAMP)
 endif
@@ -90,7 +91,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "$(CURDIR)" > $@
 
 $(PROGRAMS): $(STAMP)
-	@echo "Installing the programs that tests train"
+	@echo "Installing the packages with which tests/programs train"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
 		--constraint $(CONSTRAINTS) --editable ".[programs]"
 	@$(RUN) pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
@@ -110,9 +111,10 @@ pipeline: $(STAMP)
 	@$(RUN) torch.distributed.run --standalone --nproc-per-node 4 \
 		examples/train_pipeline.py --pipeline 2 $(ARGS)
 
-# What PYTEST_ARGS names is run, whatever it takes; CHANGED=main runs the tests that the changes since
-# that branch need. Types are checked with the pinned torch only.
-# Tests start many processes, which import bytecode, also where PYTHONDONTWRITEBYTECODE is set.
+# PYTEST_ARGS can select any tests, also those that take long; CHANGED=main runs the tests that the
+# changes since that branch need. Types are checked with the pinned torch only. Tests start many
+# processes. The package is compiled first, so that they import bytecode even if
+# PYTHONDONTWRITEBYTECODE is set.
 test: $(if $(TORCH),$(STAMP),lint)
 	@$(RUN) compileall -q fsdp_engine tests
 	@$(PYTEST) $(or $(PYTEST_ARGS),-m "not thorough and not programs" \

@@ -1,8 +1,8 @@
 """All ranks of a simulated machine in one process, with the clock of ``fe.simulate``.
 
 The engine of each rank runs in a thread of its own, with fake tensors over torch's "fake" process
-group. One thread runs at a time. Host messages (``comm/host_message.py``, the message of the step)
-go from thread to thread, so ranks may differ in what they run.
+group. One thread runs at a time. Host messages are exchanged between threads, so ranks may differ
+in what they run.
 
 If the host runs ahead of the device (:class:`DeviceClock`), only messages delay the host.
 Operations are recorded with their dependencies, and their times are determined when all ranks have
@@ -137,7 +137,7 @@ class StepCosts:
     Attributes:
         exposed: Seconds for which compute waits, by (lane, phase).
         compute: Seconds of compute.
-        num_gathers: Number of operations on gather lanes that send.
+        num_gathers: Number of gathers that communicate.
         num_rounds: Number of messages of rounds.
     """
 
@@ -421,7 +421,7 @@ class HostClock(_Messages, Clock):
         _Messages.__init__(self, team, rank)
         self._num_collectives: Counter[str] = Counter()
         self._has_sent = False
-        # The moment of a collective, its start on all ranks, and on this one; by the moment's id.
+        # By a moment's id: the moment, the starts of its collective on all ranks, and on this rank.
         self._begun: dict[int, tuple[Moment, list[float], float]] = {}
 
     def send(self, num_bytes: float, seconds: float, of_compute: float = 0.0) -> None:
@@ -451,7 +451,7 @@ class HostClock(_Messages, Clock):
         return moment
 
     def block(self, ticket: SimulatedTicket) -> None:
-        """See :class:`Clock`. A collective is over when all ranks have begun it."""
+        """See :class:`Clock`. The last rank to begin a collective delays its end on all."""
         ticket.begin_in_turn()
         moment, starts, start = self._begun.pop(id(ticket.moment), (None, [], 0.0))
         if moment is not None:
@@ -520,7 +520,8 @@ class _Content:
 
 
 class _OneEngine(dict[Any, int]):
-    """Replaces the count of ``GatherRounds`` by group: ranks share a process, and have one each."""
+    """Replaces the number of ``GatherRounds`` per group, which would count those of all ranks here,
+    since the ranks share a process."""
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Returns ``default``, so that the ``GatherRounds`` of all ranks have the same number."""

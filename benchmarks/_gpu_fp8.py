@@ -66,7 +66,7 @@ Groups = Iterator[dict[str, Contender]]
 
 
 def gathered_bytes(model: nn.Module, level: str, rules: Any = ()) -> int:
-    """Bytes of gathers by the planner's formulas, for frozen weights, which have no reductions."""
+    """Bytes of gathers by the planner's formulas. Weights are frozen, to exclude reductions."""
     model.requires_grad_(False)
     try:
         found = estimate(

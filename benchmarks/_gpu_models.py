@@ -75,7 +75,7 @@ def milliseconds(first: Any, second: Any) -> float:
 
 
 def emulate_gather(full: Tensor, own: Tensor, num_ranks: int) -> None:
-    """Write all of ``full`` (1-D): this rank's shard from ``own`` unless it is a view of it."""
+    """Write all of ``full`` (1-D). ``own`` is this rank's shard, and may be a view of ``full``."""
     size = full.numel() // num_ranks
     if own.data_ptr() != full.data_ptr():
         full[:size].copy_(own)
@@ -86,7 +86,8 @@ def emulate_gather(full: Tensor, own: Tensor, num_ranks: int) -> None:
 def emulate_scatter(
     full: Tensor, out: Tensor, num_ranks: int, average: bool, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Read all of ``full`` (1-D); returns the sum (or mean) of its parts, in ``out`` if it can."""
+    """Returns the sum (or mean) of the parts of ``full`` (1-D). It is in ``out``, unless ``out``
+    overlaps ``full`` or its dtype is not ``dtype``."""
     reduce = torch.mean if average else torch.sum
     parts = full.view(num_ranks, -1)
     if dtype in (None, out.dtype) and out.data_ptr() != full.data_ptr():
@@ -179,7 +180,7 @@ def start(num_ranks: int) -> DeviceMesh:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        # Where the engine makes its communicators.
+        # The engine makes its communicators in this module.
         assert vars(sharded_buffer)["Communicator"] is Communicator
         vars(sharded_buffer)["Communicator"] = EmulatedCommunicator
     return init_device_mesh(device.type, (num_ranks,))
@@ -281,7 +282,8 @@ def make_engine(
 
 
 def captured(parts: StepParts) -> StepParts:
-    """Capture a whole step into a CUDA graph. Its first part replays it; the second does nothing.
+    """Capture a whole step into a CUDA graph. Of the returned functions the first one replays the
+    graph, and the second one does nothing.
 
     Args:
         parts: The step, whose optimizer is capturable. It runs twice before the capture.

@@ -1,4 +1,4 @@
-"""Models whose memory benchmarks plan and measure. Tests use those of ``memory_models.py`` only.
+"""Models for benchmarks of planned memory. Tests use only the models of ``memory_models.py``.
 
 ``MODELS`` are ten models, including those of the tests. ``HELD_OUT`` are models of other kinds,
 written after the planner, which was not tuned on them. The memory of ``WEIGHT_BOUND`` models is
@@ -73,8 +73,8 @@ def lora() -> nn.Module:
 
 
 class Experts(nn.Module):
-    """A mixture of experts of which each takes a fixed number of tokens: nothing depends on values
-    (GShard's dispatch by a one-hot tensor)."""
+    """A mixture of experts of which each takes a fixed number of tokens, so that no shape depends
+    on values (GShard's dispatch by a one-hot tensor)."""
 
     def __init__(self, width: int, num_experts: int = 6, capacity: float = 1.25) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Tensor-parallel plans of published jobs, for the Llama of transformers, and their losses.
 
-KempnerForge, kempnerforge/distributed/tensor_parallel.py of April 2026 (commits 01b461a, which the
-report was measured with, and 0c4eba1): sequence parallelism; each of q, k, v, gate and up gathers
+KempnerForge, kempnerforge/distributed/tensor_parallel.py of April 2026 (commits 01b461a, with which
+its report was measured, and 0c4eba1): sequence parallelism; each of q, k, v, gate and up gathers
 its input; the embedding is not sharded; logits are gathered for the loss, which is that of bf16
 logits (scripts/train.py).
 
@@ -71,8 +71,8 @@ def torchtitan_fp8(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def with_symmetric_memory(apply: Callable[..., None]) -> Callable[..., None]:
-    """Returns a plan that enables symmetric memory for its group, too, which asynchronous tensor
-    parallelism needs, as torchtitan does."""
+    """Returns a plan that also enables symmetric memory for its group, as torchtitan does.
+    Asynchronous tensor parallelism needs it."""
 
     def applied(model: nn.Module, mesh: DeviceMesh) -> None:
         from torch.distributed import _symmetric_memory

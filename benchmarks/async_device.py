@@ -5,8 +5,8 @@ and a collective takes as long as the forward of a block. The simulated clock us
 as a ``Machine``. It computes the step time from the order of submissions alone; on the device the
 time also depends on streams, process groups and the speed of the host.
 
-A second table counts host syncs and waits between streams in a steady step, also of DDP, which has
-to determine the parameters without a gradient on any rank, as the engine does.
+A second table counts host syncs and waits between streams in a steady step. It includes DDP, which
+has to find the parameters that no rank used, as the engine has.
 
     python benchmarks/async_device.py
 """

@@ -238,7 +238,7 @@ def reshard(size: str, rounds: int, folder: str) -> dict[str, list[float]]:
 
 
 def planning(num_params: int = 10_000) -> dict[str, float]:
-    """Milliseconds of the local plan of a save, and entries in it, by number of ranks."""
+    """Milliseconds of the local plan of a save, by number of ranks."""
     found = {}
     for world in (8, 64, 256, 1024):
         dist.init_process_group("fake", store=FakeStore(), rank=world // 2, world_size=world)

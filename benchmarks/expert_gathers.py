@@ -1,4 +1,4 @@
-"""Gathers, bytes and votes of a mixture of experts at level 3, counted.
+"""Gathers, bytes and host messages of a mixture of experts at level 3, counted.
 
     python benchmarks/expert_gathers.py [--steps 6] [--ranks 2 4]
 
@@ -6,9 +6,9 @@ A GPT of two blocks has 8, 64 or 128 experts in each block, of which each token 
 has 4, 16 or 64 tokens, drawn at random, so that small batches leave experts unused. "one unit": a
 block and all of its experts are one unit. "experts as units" and "experts named": each expert is a
 unit and steps run within ``engine.together()``, without and with ``engine.will_use`` after each
-router. Counts are means over steps of rank 0: gathers, full bytes of the gathered parameters
-(of which a rank receives (ranks - 1) / ranks), and messages of votes; the peak is that of the full
-parameters that the rank holds at one time.
+router. Counts are means over steps of rank 0: gathers, unsharded bytes of the gathered parameters
+(of which a rank receives (ranks - 1) / ranks), and votes, the messages in which ranks exchange the
+units that they need next. The peak is that of the unsharded parameters on the rank.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ rank and in each step. "one unit": a block and all of its experts are one unit, 
 ``engine.together()``. "experts as units" and "experts named": each expert is a unit and steps run
 within the context, without and with ``engine.will_use`` after each router.
 
-The engines and their votes run, and times are simulated, as in ``modules_left_out_clock.py``.
+As in ``modules_left_out_clock.py`` the engines run and exchange messages; times are simulated.
 """
 
 from __future__ import annotations

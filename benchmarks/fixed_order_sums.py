@@ -109,7 +109,8 @@ def train(
         if isinstance(value, Tensor)
     }
     found = {"weights": digest(engine.full_state_dict()), "norms": digest({"": torch.stack(norms)})}
-    # Muon's state of a matrix is on its owner only. Equal weights after a resume compare it.
+    # Muon's state of a matrix is on its owner only. Weights depend on it after a resume, so the
+    # comparison of weights includes it.
     return found if "Muon" in way else {**found, "state": digest(state)}
 
 
@@ -221,7 +222,7 @@ def main() -> None:
         ]
         for level, each in times.items()
     ]
-    columns = ["level", "of plain's time", "plain's MB", "MB"]
+    columns = ["level", "time over plain", "plain MB", "MB"]
     harness.print_table("A step of 24 leaves on two ranks", columns, rows)
     harness.write_results("fixed_order_sums", {"steps": args.steps, "times": times, "bits": bits})
 

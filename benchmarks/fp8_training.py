@@ -174,7 +174,7 @@ def report_losses(title: str, record: dict[str, Any]) -> None:
         for name, found in record.items()
     ]
     columns = ["gathers", "held-out loss by seed", "x bf16: median (least-most)"]
-    harness.print_table(title, [*columns, f"most at most {MOST_LOSS}"], rows)
+    harness.print_table(title, [*columns, f"largest at most {MOST_LOSS}"], rows)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Host time of weights and gradients per microbatch, with 10,000 small parameters in 10 units.
+"""Host time of the engine per microbatch, with 10,000 small parameters in 10 units.
 
     python benchmarks/many_parameters.py [--rounds 8]
 
@@ -121,7 +121,7 @@ def main() -> None:
             most = sorted(found, key=lambda name: found[name])[-3:][::-1]
             shown = ", ".join(f"{name} {found[name]:.1f}" for name in most)
             rows.append([f"{level}, {num_micro}", f"{sum(found.values()):.1f}", shown])
-    columns = ["level, microbatches", "ms of each", "most of it"]
+    columns = ["level, microbatches", "ms a microbatch", "slowest methods"]
     harness.print_table(f"{NUM_UNITS * PER_UNIT:,} parameters", columns, rows)
     harness.write_results("many_parameters", results)
 

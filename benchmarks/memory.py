@@ -23,9 +23,9 @@ peak has to be ``engine.peak_memory_bytes()``.
 The total peak is shown as well. Sharded gradients are allocated when they are reduced, in both
 engines, so few of them exist when transient memory is largest.
 
-FSDP2 prefetches one unit. In this engine ``suggested_communication_unit_size`` sets the prefetch
-window: the targets refer to one unit; no prefetch and the default (one mean unit of parameters, two
-of gradients in flight) are shown as well.
+FSDP2 prefetches one unit. In this engine ``prefetch_window`` and ``staging_limit`` set the elements
+in flight: the targets refer to one unit; no prefetch and the default (one mean unit of parameters,
+two of gradients in flight) are shown as well.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ class StorageTracker(TorchDispatchMode):
         finally:
             allocator._swap = swap
             for name in originals:
-                delattr(storage_class, name)  # the wrapper replaced the base class's method
+                delattr(storage_class, name)  # the wrapper hid the base class's method
 
     def replay(self, start: int) -> dict[str, int]:
         """Bytes at rest and at peaks from entry ``start`` of the history on."""
@@ -435,9 +435,9 @@ def report(precision: str, runs: dict[str, Any]) -> None:
             [name, mib["rest"], mib["peak"], peak, mib["transient"], transient, *parts, checked]
         )
     columns = ["rest MiB", "peak MiB", "x FSDP2", "transient MiB", "x FSDP2", "B/element*"]
-    columns += ["autograd's*", "scratch*", "= booked"]
+    columns += ["autograd's*", "scratch*", "= peak_memory_bytes()"]
     harness.print_table(f"{precision}: peak of a step", ["engine", *columns], rows)
-    print("* bytes per element of a unit: transient, of which autograd's gradients; and scratch.\n")
+    print("* Bytes per element of a unit. Transient memory includes autograd's gradients.\n")
     if precision in TARGETS:
         limit, found = TARGETS[precision], ours[ONE_UNIT]["over FSDP2"]["transient"]
         own = ours[ONE_UNIT]["own transient"] / base["transient"]

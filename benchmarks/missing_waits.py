@@ -1,7 +1,7 @@
 """Each wait of the lanes in a steady step, left out in turn, on the asynchronous device.
 
-``tests/async_device/waits.py`` says which programs and which delays. A wait is shown to be needed
-by the first delays with which the weights are wrong on some rank.
+``tests/async_device/waits.py`` has the programs and the patterns of delays. A wait is needed if
+without it the weights are wrong on some rank; the results have the first pattern that shows it.
 
     python benchmarks/missing_waits.py
 """

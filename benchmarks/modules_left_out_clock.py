@@ -7,16 +7,16 @@ in bf16. ``cpu``: the two gloo ranks and the GPT of 10M of ``modules_left_out.py
 as calibrated, beside the measured ratios.
 
 The engine of every rank runs, in a thread of one process (``_clock_of_ranks.py``): forwards,
-backwards, votes, rounds and the message of the step are those of training. Only times are
-simulated. Operations and collectives take the times of ``fe.simulate``
-(docs/internals/simulation.md), a collective begins when all of its ranks have reached it, and a
-host message is answered ``latency`` after the last rank has sent it. At the end of a step the host
-waits for its device, as a loop that logs the loss does.
+backwards, gathers and host messages are those of training. Only times are simulated. Operations and
+collectives take the times of ``fe.simulate`` (docs/internals/simulation.md), a collective begins
+when all of its ranks have reached it, and a host message is answered ``latency`` after the last
+rank has sent it. At the end of a step the host waits for its device, as a loop that logs the loss
+does.
 
 "all blocks" is a step without ``engine.together()``; it is also the step of ranks that run the
 blocks that they could leave out ("dummy passes"). Within "10 % left out" each rank leaves out each
 block with probability 0.1, drawn anew by each rank in each step. In "at once", a unit is gathered
-as soon as one rank needs it; the engine delays it until ranks that will need it soon need it, too.
+as soon as one rank needs it; the engine waits for other ranks that will need it soon.
 """
 
 from __future__ import annotations

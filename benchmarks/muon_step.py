@@ -1,4 +1,4 @@
-"""Steps of Muon where each matrix has an owner, beside steps in which every rank does all.
+"""Steps of Muon in which owners step matrices, and steps in which every rank steps all of them.
 
     python benchmarks/muon_step.py [--rounds 7] [--ranks 2] [--sections step shares]
 

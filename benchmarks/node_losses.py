@@ -168,7 +168,7 @@ def train(
         stack.callback(cluster.close)
         for number in range(num_kills):
             wait_for_step(cluster, STEPS_PER_KILL * (number + 1))
-            time.sleep(draw.uniform(0, 0.5))  # some saves and the steps between them
+            time.sleep(draw.uniform(0, 0.5))  # losses during saves, and between them
             kind = draw.choice(["worker", "node"])
             num_resumed = len(resumed_steps(cluster))
             start = time.monotonic()

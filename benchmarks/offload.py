@@ -14,10 +14,10 @@ back, ``fdatasync`` at the end; on two ranks both copy at the same time. The rat
 1.0 is as fast as the plain copy. "buffered" is the step on a file system without
 ``O_DIRECT``.
 
-*memory*: two ranks train a GPT at level 3, first without a cap; then each rank may allocate
-(``RLIMIT_DATA``: private writable memory, resident or not) at most ``HEADROOM`` times as much as
-the job with state on disk did, above its memory before the model was built. The job with state in
-memory must fail under this cap, and the other one train with the same losses. glibc maps
+*memory*: two ranks train a GPT at level 3, with everything in memory, with state on disk, and with
+everything on disk. Then a rank's memory has a cap (``RLIMIT_DATA``: private writable memory,
+resident or not): ``HEADROOM`` times what the job with everything on disk allocated after its start.
+Under this cap that job must train with the same losses, and the one in memory must fail. glibc maps
 allocations above 1 MiB (``MALLOC_MMAP_THRESHOLD_``): otherwise holes of its heap, which differ
 between runs, add to the peak.
 """

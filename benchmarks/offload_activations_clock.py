@@ -73,7 +73,8 @@ def run() -> list[dict[str, Any]]:
                 f"{moved.elsewhere['host'] / 2**30:.1f}",
             ]
         )
-    columns = ["width", *(f"ms, {way}" for way in WAYS), *(f"GiB, {way}" for way in WAYS), "there"]
+    columns = ["width", *(f"ms, {way}" for way in WAYS), *(f"GiB, {way}" for way in WAYS)]
+    columns.append("GiB of host memory")
     harness.print_table("A step on eight simulated H100s", columns, rows)
     return record
 

@@ -4,14 +4,14 @@
 
 Llama 3 8B and 70B on 8 and 64 ranks: level 3, bf16 compute with fp32 main weights and gradients,
 AdamW, 4,096 tokens a rank, activation checkpointing. Each is simulated with the optimizer's state
-on the device and on the host, and with main weights and gradients there, too, stepped on the device
-and on the host; on two machines: ``fe.H100``, whose eight GPUs share the memory of their node, and
-the same whose copies are bound by PCIe alone.
+on the device and on the host. With main weights and gradients on the host, too, the optimizer steps
+on the device or on the host. There are two machines: ``fe.H100``, whose eight GPUs share the memory
+of their node, and the same with copies that are bound by PCIe alone.
 
 With the state on the host the optimizer's step is also simulated beside the next forward
-(``overlap_forward``). Formulas give lower bounds of the time that it adds (:func:`beside`), and of
-steps on the host that begin in backward, before the norm of gradients is known
-(:func:`speculative`).
+(``overlap_forward``). Formulas give lower bounds of the time that copies add to a step
+(:func:`beside`), and of steps on the host that begin in backward, before the norm of gradients is
+known (:func:`speculative`).
 
 The *bound* of optimizer state is the time that the copies' bytes take at least, both directions at
 once. The *step* of the optimizer is the time from the end of backward to the last copy: the

@@ -93,7 +93,7 @@ def main() -> None:
                 took = f"{middle:.2f} ({low:.2f}-{high:.2f})"
                 rows.append([f"{size} x {size}", form, name, took, harness.show_ratio(ratio)])
     harness.print_table(
-        f"AdamW step over {args.parameters} parameters cut over two ranks, processor time",
+        f"AdamW step over {args.parameters} parameters sharded over two ranks, processor time",
         ["parameter", "form", "tensors", "ms", f"x {BASE}"],
         rows,
     )

@@ -6,8 +6,8 @@ Model, text, order of the data and schedule are those of ``examples/train_gpt.py
 replica. The reference sums gradients in each step. All runs train on the same tokens: a batch of 16
 sequences a step is divided over the ranks. They are trained alternately, step by step, from the
 same weights; held-out losses are those of the outer weights. Bytes are those that a replica sends
-per step and element, averaged over steps, counted at the process group's sends: with gloo's
-all-reduce, 2 (R - 1) / R elements.
+per element, averaged over steps, by formula: an all-reduce over R replicas sends 2 (R - 1) / R
+times its elements.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Columns, as percent of a model's elements:
     blocks    no boundary within 128 rows if a tensor's rows are a multiple of 128, else within rows
     LCM       for rows and for blocks: shards are a multiple of the least common multiple of all
               granules of the unit, with tensors in order
-    Shard(0)  each parameter's dim 0 padded to a multiple of the world size. It has no boundaries
-              within rows, but within blocks; "with blocks" adds padding of dim 0 to avoid these
+    Shard(0)  each parameter's dim 0 padded to a multiple of the world size. Boundaries are not
+              within rows, but can be within blocks; "with blocks" pads dim 0 to avoid these
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def total(layouts: Sequence[Layout]) -> int:
 def lcm_rule_numel(shapes: Shapes, granule: Granule, world: int) -> int:
     """Elements of one buffer whose shards are a multiple of every granule, tensors in order.
 
-    Tensors start at a multiple of their own granule, since boundaries would be within granules
-    otherwise, and of the alignment of planned layouts.
+    Tensors start at a multiple of the alignment of planned layouts, and of their own granule,
+    since boundaries would be within granules otherwise.
     """
     end, steps = 0, [ALIGNMENT]
     for shape in shapes.values():
@@ -222,7 +222,7 @@ def below_target(rows: Sequence[Row], column: str, peer: str) -> Target:
         if row.padding(column) >= row.padding(peer)
     )
     note = f"in the other {len(others)}: at most {show(max(others))} %" if others else ""
-    text = f"{LABELS[column]} below {LABELS[peer]} where that pads"
+    text = f"{LABELS[column]} below {LABELS[peer]}, where {LABELS[peer]} pads"
     return Target(text, len(tested), misses, note)
 
 
@@ -231,13 +231,14 @@ def reason(row: Row, column: str, peer: str) -> str:
     free = f"{column}_if_buffers_were_free"
     if row.padding(free) < row.padding(peer):
         return (
-            f"with free buffers {show(row.percent(free))} %, but one more has to save "
+            f"with free buffers {show(row.percent(free))} %, but each extra one has to save "
             f"{PERCENT_PER_BUFFER:g} % of a unit"
         )
     if column == "blocks" and peer == "shard0":
         if row.padding("blocks_floor") >= row.padding(peer):
-            return f"it cuts blocks; one block a rank pads {show(row.percent('blocks_floor'))} %"
-        return f"it cuts blocks; with blocks it pads {show(row.percent('shard0_with_blocks'))} %"
+            return f"Shard(0) divides blocks; one a rank pads {show(row.percent('blocks_floor'))} %"
+        whole = show(row.percent("shard0_with_blocks"))
+        return f"Shard(0) divides blocks; with whole blocks it pads {whole} %"
     if row.padding("default") >= row.padding(peer):
         return (
             f"with free buffers {show(row.percent(free))} %; the alignment of shards to "
@@ -291,7 +292,7 @@ def price_table(prices: Sequence[float] = (0, 0.1, 0.25, 0.5, 1)) -> Prices:
 
 
 def planning_ms(repeats: int = 5) -> Times:
-    """Median milliseconds to plan a model's usual block in the largest world, with blocks."""
+    """Median milliseconds to plan the most frequent unit in the largest world, 128-row blocks."""
     found = {}
     for model in MODELS:
         times = []
@@ -313,7 +314,7 @@ def show(percent: float) -> str:
 
 
 def padding_table(rows: Sequence[Row]) -> Table:
-    table = Table(title="Padding, percent of a model's elements (buffers: blocks' kinds / root)")
+    table = Table(title="Padding, percent of a model's elements (buffers: by unit, root last)")
     table.add_column("model", no_wrap=True)
     for heading in ("ranks", "default", "rows", "buffers", "LCM", "Shard(0)"):
         table.add_column(heading, justify="right")
@@ -353,7 +354,7 @@ def print_report(
             console.print(f"  ({target.note})")
         for miss in target.misses:
             console.print(f"  {miss}", highlight=False)
-    console.print("\nThe price of an extra buffer, over the most frequent block, with rows:")
+    console.print("\nThe most frequent block in rows, by the price of an extra buffer:")
     for price in prices:
         console.print(
             f"  {price['percent_per_buffer']:g} %: {price['mean_buffers_of_a_block']:.2f} buffers "

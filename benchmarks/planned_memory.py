@@ -6,7 +6,7 @@ GPTs on two gloo ranks, in bf16 with gradients in fp32 that are reduced in bf16,
 of transient memory exists. Without planned addresses: the peak in a step, and idle memory between
 steps. With them: the arenas, which are always allocated; and the host time to allocate and free a
 storage of a megabyte, alternately. Then arenas alone, for sequences of units of random sizes: their
-length relative to the peak of full units.
+length relative to the peak of the bytes in use.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def time_fills() -> dict[str, list[float]]:
 
 
 def random_rows() -> dict[str, list[float]]:
-    """Length of the arena relative to the peak of full units, for sequences of 3 to 60 units of 1
-    to 50 pages, by the number of prefetched units."""
+    """Length of the arena relative to the peak of the bytes in use, for sequences of 3 to 60 units
+    of 1 to 50 pages, by the number of prefetched units."""
     choose = random.Random(1)
     found: dict[str, list[float]] = {}
     for num_ahead in (1, 2, 3):
@@ -147,7 +147,7 @@ def show(title: str, found: dict[str, Any]) -> None:
         numbers += [ratio, f"{each['idle'] / 1e6:.2f}"]
         rows.append([name, *numbers])
     columns = ["level, budget", "full in use", "planned", "staging in use", "planned", "ratio"]
-    harness.print_table(title, [*columns, "idle without"], rows)
+    harness.print_table(title, [*columns, "idle, not planned"], rows)
 
 
 def main() -> None:
@@ -160,7 +160,7 @@ def main() -> None:
     fills = results["microseconds of fill and drain"] = time_fills()
     for name, times in fills.items():
         first, median, third = harness.quartiles(times)
-        print(f"fill and drain, {name}: {median:.2f} us ({first:.2f}-{third:.2f})")
+        print(f"allocate and free, {name}: {median:.2f} us ({first:.2f}-{third:.2f})")
     rows = results["arena over load, units of random sizes"] = random_rows()
     for name, ratios in rows.items():
         first, median, third = harness.quartiles(ratios)

@@ -12,7 +12,7 @@ storage after every operation, by a dispatch mode that is independent of the eng
 (``live_storages.py``), on the rank with the larger peak. The planned value is from
 the same step with fake tensors on a machine whose host computes. Target: at most 3 % too high, and
 at most 0.01 % too low, for tensors of single elements that the plan does not include.
-``planner_heldout.py`` is the same for ten other models.
+``planner_heldout.py`` is the same for eleven other models.
 """
 
 from __future__ import annotations

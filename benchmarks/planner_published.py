@@ -8,12 +8,11 @@
 A plausibility check, not a measurement: other engines (FSDP2 for torchtitan's jobs, FSDP for those
 of llm-foundry and of IBM) ran these jobs, fully sharded on one axis over all ranks, or within each
 node (HSDP). Their schedules are close to level 3 of this engine, and the machine model is from a
-data sheet and a few fractions (``simulation/machine.py``). The fraction of products on Hopper was
+data sheet and a few fractions (``simulation/machine.py``). ``achievable_flops`` of Hopper was
 chosen with ten of the jobs on H100 in view; nothing else was fitted to jobs. Jobs that are "held
 out" were planned after the figures had been chosen. Only three figures of Hopper were added later,
-from other sources: the rate of fp8, the time of products beside flops, and the speed at 500 W.
-Sources are given with each job. Pipelines are in
-``planner_published_pipelines.py``.
+from other sources: the rate of fp8, the time of a product besides its flops, and the speed at 500
+W. Sources are given with each job. Pipelines are in ``planner_published_pipelines.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from fsdp_engine.planner.command_inputs import example_inputs, in_fp8
 from fsdp_engine.planner.simulation.operations import OperationCache
 
 H100_REPORT = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
-# Its tables are text at commit c720cb8.
+# Read its tables at commit c720cb8, where they are text.
 TP_REPORT = "torchtitan, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md"
 A100_REPORT = "torchtitan, docs/performance.md of 2024"
 IBM_REPORT = "PyTorch blog of 2024-03-13, Maximizing training throughput using PyTorch FSDP"
@@ -180,7 +179,7 @@ class Job:
         microbatches: Number of microbatches per step.
         policy: The policy of dtypes.
         mesh: For HSDP, the number of nodes and of ranks in a node; None: one axis.
-        is_held_out: Whether the job was added after the fraction of products was chosen.
+        is_held_out: Whether the job was added after ``achievable_flops`` was chosen.
         loss: Computes the loss from an output without labels; None: transformers' own loss.
         tensor_parallel, context_parallel: Number of ranks that share matrices, and sequences.
         parallelize: Applies tensor parallelism.
@@ -249,9 +248,9 @@ def mpt_job(
 
 def with_triton_attention(machine: fe.Machine) -> fe.Machine:
     """The machine with the kernels of llm-foundry's jobs, whose script has ``--attn_impl`` "triton"
-    by default (``submit_benchmarks.py``): FlashAttention in Triton, than which FlashAttention-2 is
-    "1.3-1.5x faster [...] in the forward pass and around 2x faster in the backward pass" (T. Dao,
-    2023, section 4.1)."""
+    by default (``submit_benchmarks.py``): FlashAttention in Triton. Compared with it,
+    FlashAttention-2 is "1.3-1.5x faster [...] in the forward pass and around 2x faster in the
+    backward pass" (T. Dao, 2023, section 4.1)."""
     own = machine.processor
     assert own.attention_backward_share is not None
     processor = dataclasses.replace(
@@ -367,7 +366,7 @@ JOBS = [
     mpt_job("MPT 70B", fe.H100, 32, MPT_70B, 2, 882, microbatches=16, policy=BF16),
     mpt_job("MPT 70B", fe.H100, 64, MPT_70B, 8, 1039, microbatches=4, policy=BF16),
     *mpt_h100_jobs(),
-    # 35,405 tokens/s of all; the report's only job without torch.compile or tensor parallelism.
+    # 35,405 tokens/s of 8 GPUs; the report's only job without torch.compile or tensor parallelism.
     Job(
         *("Llama 3 13B", KEMPNER_REPORT, KEMPNER, 8, KEMPNER_13B, 4, 4096, "all", 35405 / 8),
         gib=88.5,

@@ -318,7 +318,7 @@ def train_alone(place: Place, lighthouse: str) -> None:
     manager.shutdown(wait=False)
 
 
-# Advancing the generator sends gradients. Between its two parts, a part of them has been sent.
+# Advancing the generator sends gradients. At its first yield some of them have been sent.
 _pairwise_reduce = Communicator._pairwise_reduce
 
 

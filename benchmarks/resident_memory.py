@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=list(LOW), default=list(LOW))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--budget", type=int, help="suggested_communication_unit_size")
+    parser.add_argument("--budget", type=int, help="elements: prefetch_window and staging_limit")
     options = parser.parse_args()
     results: dict[str, Any] = {"size": options.size, "budget": options.budget, "level": LEVEL}
     rows = []

@@ -5,18 +5,18 @@
     python benchmarks/simulated.py --only llama
     python benchmarks/simulated.py --only budgets
 
-``measured``: two gloo ranks of one thread, a GPT of about 6M parameters, fp32, the ten pairs and
-three budgets (no prefetch, one block, the default). The machine is calibrated first, then steps
-are simulated, then measured, interleaved. Pairs with an outer level have both ranks on the outer
-axis, the others on the inner one.
+``measured``: two gloo ranks of one thread, a GPT of about 6M parameters, fp32, the ten pairs of
+inner and outer level, and three budgets (no prefetch, one block, the default). The machine is
+calibrated first, then steps are simulated, then measured, interleaved. Pairs with an outer level
+have both ranks on the outer axis, the others on the inner one.
 
 ``llama``: the shape of an 8B Llama on 64 H100 in 8 nodes, 4,096 tokens per rank, gathers and
 reductions in bf16, fp32 main weights, AdamW, no recomputation; the ten pairs on (8, 8) ranks.
 
 ``budgets``: the same model, a smaller one with a large embedding that is tied to its head, and a
 GPT of 85M parameters on one node: step time, exposed communication and transient memory with zero,
-one and two mean blocks as ``suggested_communication_unit_size``, and unset. Only pairs that shard
-gradients; the others have no staging, and gather all outdated parameters at once.
+one and two mean blocks as ``prefetch_window`` and ``staging_limit``, and with these unset. Only
+pairs that shard gradients; the others have no staging, and gather all outdated parameters at once.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def run_measured(rounds: int) -> dict[str, Any]:
         "measured ms (quartiles)",
         "least",
         "ratio",
-        "of least",
+        "ratio to least",
     ]
     harness.print_table("Two gloo ranks: a step", columns, rows)
     print(f"rank correlation: {correlations}")
@@ -291,7 +291,7 @@ def run_llama() -> dict[str, Any]:
         "step ms",
         "compute",
         "exposed",
-        "most of it",
+        "longest exposed",
         "peak GiB",
         "took s of a core",
     ]

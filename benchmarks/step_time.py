@@ -126,7 +126,7 @@ def make_wrapped_step(model: GPT, low: torch.dtype | None, batch: Any, **fields:
 
 
 class _Sharded(list):  # type: ignore[type-arg]
-    """A model of this engine, whose optimizer is passed to shard_optimizer."""
+    """Parameters that this engine shards; their optimizer is passed to shard_optimizer."""
 
 
 def make_bytes(model: GPT, dtype: torch.dtype) -> Callable[[], None]:
@@ -266,7 +266,7 @@ def report(title: str, times: dict[str, list[float]]) -> dict[str, Any]:
         floor = f"{floors[base]:.3f}" if name == "optim_grads_params" else ""
         verdict = "met" if ratio <= limit else "missed"
         checks.append([f"{name} / {base}", f"{ratio:.3f}", f"{limit:.2f}", verdict, floor])
-    columns = ["ratio", "found", "at most", "", "model and bytes alone"]
+    columns = ["ratio", "found", "at most", "", "lower bound"]
     harness.print_table(f"{title}: targets", columns, checks)
     return record
 

@@ -10,7 +10,7 @@ ratios are computed per round.
 "peers": four blocks of width 128 (linears to 512 and back to 128), 131,000 parameters each, against
 DDP and FSDP2 (``fully_shard`` on each block and the root).
 
-"clock": the same on simulated H100s (``fe.simulate``; eight in a node, and 64 in eight nodes):
+"clock": steps on simulated H100s (``fe.simulate``; eight in a node, and 64 in eight nodes):
 sixteen transformer blocks of various widths in bf16, 16,384 tokens per rank. The step time by the
 number of blocks in a unit, relative to a unit for each block.
 """
@@ -37,7 +37,7 @@ ROWS = 64
 NUM_BLOCKS = 8
 # Widths of blocks. The two linears of a block map to four times the width, and back.
 WIDTHS = (64, 128, 256)
-# Two, four, or all blocks per unit.
+# One, two, four or all blocks per unit.
 GROUPS = (1, 2, 4, 8)
 
 

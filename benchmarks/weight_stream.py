@@ -199,7 +199,7 @@ def run(port: int, layers: int, rounds: int) -> dict[str, Any]:
     pieces = fe.weight_stream(engine, BF16, pieces=True)
     changes = fe.weight_stream(engine, BF16, fe.WeightVersion())
     for _ in changes:
-        pass  # signals the end to the receiver
+        pass  # afterwards the version counts all weights as received
 
     def changed(share: float) -> Iterable[tuple[Any, ...]]:
         change(engine, share)
@@ -272,7 +272,7 @@ def main() -> None:
                 f"{each['peak MiB']:,.0f}",
             ]
         )
-    columns = ["way", "assembling, s", "sending, s", "ratio", "sent, MiB", "peak beyond, MiB"]
+    columns = ["way", "assembling, s", "sending, s", "ratio", "sent, MiB", "added peak, MiB"]
     harness.print_table(f"{found['model MiB']:,.0f} MiB in fp32, sent as bf16", columns, rows)
     harness.write_results("weight_stream", {"model MiB": found["model MiB"], "ways": results})
 

@@ -190,7 +190,7 @@ def train(pattern: str, steps: int) -> None:
 
 
 def main() -> None:
-    """The command of the module docstring."""
+    """Parse the command line, and train each pattern."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pattern", choices=PATTERNS, help="default: all")
     parser.add_argument("--steps", type=int, default=30)

@@ -100,7 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num-distributed-optimizer-instances", type=int, default=1, help="copies of the state")
     add("--overlap-grad-reduce", action="store_true", help="reduce within backward")
     add("--overlap-param-gather", action="store_true", help="gather within forward")
-    add("--align-param-gather", action="store_true", help="gather at a schedule's calls")
+    add("--align-param-gather", action="store_true", help="gather if start_param_sync is called")
     add("--accumulate-allreduce-grads-in-fp32", action="store_true", help="reduce in fp32")
     add("--ddp-bucket-size", type=int, help="elements of a bucket")
     add("--ddp-num-buckets", type=int, help="instead of a bucket size")

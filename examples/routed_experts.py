@@ -227,7 +227,7 @@ def train(name: str, num_experts: int, steps: int) -> None:
 
 
 def main() -> None:
-    """The command of the module docstring."""
+    """Parse the command line, and train each model."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=MODELS, help="default: all that are installed")
     parser.add_argument("--experts", type=int, default=16)

@@ -29,7 +29,8 @@ from gpt import GPT, GPTConfig
 from settings import LEVELS
 
 DTYPE = torch.bfloat16
-KEY = b"weights"  # on one machine; messages are pickles, so other programs must not connect
+# Messages are pickles. Where other users can connect, use a secret key.
+KEY = b"weights"
 HELD_OUT_SEQUENCES = 4
 
 

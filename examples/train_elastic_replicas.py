@@ -198,18 +198,20 @@ def supervise(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """The command of the module docstring."""
+    """Supervise replicas, or train as one of their ranks; returns an exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2, help="of each replica")
     parser.add_argument("--min_replicas", type=int, default=2)
-    parser.add_argument("--sleep", type=float, default=0.3, help="seconds that a step takes longer")
+    parser.add_argument(
+        "--sleep", type=float, default=0.3, help="added seconds of all microbatches"
+    )
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--name", default="", help="replica whose rank to run; empty: supervise")
+    parser.add_argument("--name", default="", help="replica of this rank; empty: supervise all")
     args = parser.parse_args()
     if args.name:
         train(args)

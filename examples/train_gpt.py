@@ -4,9 +4,9 @@
 
 Runs on CPU or CUDA. It leaves ``metrics.json``, ``curves.png`` and checkpoints in ``--out``.
 Restarted, after a kill or with more ``--steps``, it resumes from its latest checkpoint, on any
-number of ranks and with any strategy, along the same loss curve; ``--resume`` starts from another
-run's. With ``--local-save`` there are frequent checkpoints in memory of the nodes, too. SIGUSR1 and
-SIGTERM make it save after the step that runs, and end. How clusters start it:
+number of ranks and with any strategy, along the same loss curve; ``--resume`` starts from that of
+another run. With ``--local-save`` there are frequent checkpoints in memory of the nodes, too.
+SIGUSR1 and SIGTERM make it save after the step that runs, and end. How clusters start it:
 ``docs/clusters.md``.
 """
 

@@ -294,7 +294,7 @@ def run(settings: argparse.Namespace) -> None:
     checkpointer.close()
     for line in job.memory:
         say(f"memory: {line}")
-    say(f"memory: measured {job.at_rest:,} bytes on this rank, as the optimizer stepped")
+    say(f"memory: measured {job.at_rest:,} bytes on this rank after an optimizer step")
     difference = job.difference_from_peft()
     say(f"PEFT reads {settings.out / 'adapter'}: logits differ by {difference:g} at most")
     if is_first:

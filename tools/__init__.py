@@ -1,1 +1,1 @@
-"""Scripts that write tables of the documentation."""
+"""Scripts that check the code, its tests and its pages, and write tables of the pages."""

@@ -1,9 +1,9 @@
 """The tests that a change needs: ``python -m tools.changed_tests [BASE]`` prints their paths.
 
-A change is everything since the merge base of HEAD and BASE (``main``), committed or not. If it
-touches nothing but lanes, the tests are those of the lanes, whole, and the quick tests of the core.
-Otherwise, and where git does not know the base, they are all tests. ``make test CHANGED=main`` runs
-them.
+A change is everything since the merge base of HEAD and BASE (``main``), committed or not. If all of
+its files belong to :data:`LANES`, the tests are all tests of these lanes and the quick tests of the
+core. Otherwise, and where git does not know the base, they are all tests. ``make test
+CHANGED=main`` runs them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 EVERYTHING = ["tests"]
-# By lane: its files, and its tests. No other code of the package imports a lane's.
+# By part that no other code of the package imports: its files, and its tests.
 LANES: dict[str, tuple[list[str], list[str]]] = {
     "planner": (
         ["fsdp_engine/planner/*"],
@@ -37,7 +37,7 @@ LANES: dict[str, tuple[list[str], list[str]]] = {
         ],
     ),
 }
-# Seconds to a few minutes, and most of what a mistake in the core would break.
+# These tests take a few minutes at most, and find most mistakes in the core.
 QUICK_CORE = [
     "tests/test_architecture.py",
     "tests/composition",

@@ -239,7 +239,7 @@ def _entries(module: str) -> list[str]:
 
 
 def _entry(module: str, name: str) -> str:
-    """One exported name; otherwise mkdocstrings would document a submodule of the same name."""
+    """One exported name, and not the submodule of the same name that mkdocstrings would prefer."""
     if module in _NAMES_OF_EXTENSIONS and not _binds(module, name):
         # It is imported at its first use, from the file that defines it.
         for path in sorted(_file_of(module).parent.glob("*.py")):

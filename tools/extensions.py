@@ -33,7 +33,7 @@ from fsdp_engine.extension_list import EXTENSIONS, Extension
 ROOT = Path(__file__).parents[1]
 LIST = Path("fsdp_engine/extension_list.py")
 RESULTS = ROOT / "benchmarks" / "results" / "extensions.json"
-# Of the kernel; they run in a few minutes.
+# Tests of the kernel that run in a few minutes.
 SHORT = (
     "tests/runtime/test_equivalence.py",
     "tests/runtime/test_counts.py",

@@ -3,10 +3,11 @@
     python -m tools.measure_tests run [--coverage] [tests/runtime ...]    run the ordinary tests
     python -m tools.measure_tests table                                   print the tables
 
-``run`` writes ``benchmarks/results/tests.json``: for each file its lines, items and seconds (of
-one of two processes), and with ``--coverage`` for each file of the core the share of its lines that
-ran, and for each test the number of lines of the core that only it runs. Ranks are measured, too.
-Without folders all ordinary tests run. Coverage makes tests slower: seconds are from a run without.
+``run`` writes ``benchmarks/results/tests.json``: for each file its lines, items and seconds (while
+another process ran other files), and with ``--coverage`` for each file of the core the share of its
+lines that ran, and for each test the number of lines of the core that only it runs. Ranks are
+measured, too. Without folders all ordinary tests run. Coverage makes tests slower: seconds are from
+a run without.
 """
 
 from __future__ import annotations

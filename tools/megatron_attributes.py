@@ -48,7 +48,7 @@ LOOKUP = "get_attr_wrapped_model"
 _OF_MODEL = "read of the model within the wrapper"
 _OF_FSDP = "used where `ddp_config.use_megatron_fsdp`, which is False here"
 _OF_OPTIMIZER = "called by its `DistributedOptimizer`, which raises an error with this wrapper"
-_NO_WRAPPER = "of a list of this name"
+_NO_WRAPPER = "called on a list named `model`"
 # Attributes that the wrapper does not have, with the reason why they are not needed.
 NOT_THERE = {
     "_start_bucket_group_param_sync": "called with elements of `bucket_groups`, which is empty",

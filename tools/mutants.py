@@ -11,9 +11,9 @@ calls a function (a wait, for example) left out, a condition that is always true
 ``tests/mutants.json``: the place is named by file, function and source text, so that it survives
 changes elsewhere. A mutant whose text is gone is reported as *gone* and not counted.
 
-A mutant is caught when a test fails. Of the ordinary tests those are run that run the mutated line
-and pass without the mutant, quick ones first, as many as take :data:`SELECTED_SECONDS`, in one
-process, up to the first failure. A run that takes :data:`TIMEOUT_SECONDS` longer counts as
+A mutant is caught when a test fails. The tests are ordinary ones that run the mutated line and pass
+without the mutant: the quickest, as many as together take :data:`SELECTED_SECONDS`. They run in one
+process up to the first failure. A run that takes longer by :data:`TIMEOUT_SECONDS` counts as
 caught, too. Results are in ``benchmarks/results/mutants.json``, or where ``--results`` says. Parts
 of the list may run at the same time with results files of their own.
 """
@@ -46,7 +46,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "mutants.json"
 CORE = ("buffers", "comm", "flat_dtensor", "layout", "memory", "runtime", "strategies", "units")
 # Files that are not part of a training step of the core: measuring, disks, texts.
 LEFT_OUT = ("disk", "stall_monitor", "reports", "rehearsal", "meter")
-# Of ``measure_tests run --coverage``: lines by test, and seconds of tests.
+# Files of ``measure_tests run --coverage``: lines by test, and seconds of tests.
 COVERAGE = ROOT / "build" / "tests" / "data"
 TIMES = ROOT / "build" / "tests" / "times.xml"
 # The ordinary tests.
@@ -158,7 +158,7 @@ def mutants_of(path: Path) -> list[Mutant]:
         }
         skipped = checks | _annotation_nodes(statement)
         for node in own:
-            if id(node) in skipped:  # of the program, and not of its data
+            if id(node) in skipped:  # annotations and checks, not data
                 continue
             for kind, changed, after in changes(node):
                 if changed.lineno != changed.end_lineno or changed.lineno != statement.lineno:  # type: ignore[attr-defined]
@@ -275,7 +275,7 @@ def run(numbers: range, results_file: Path, limit: float, *, again: bool = False
 
     Args:
         limit: seconds of the tests that run with each mutant.
-        again: Only survivors of the results file with which more tests would run.
+        again: Run only mutants that survived before, if more tests would run now.
     """
     chosen = [Mutant(**each) for each in json.loads(LIST.read_text())]
     results = json.loads(results_file.read_text()) if results_file.exists() else {}

@@ -61,8 +61,8 @@ def _block(language: str) -> str:
 
 @contextlib.contextmanager
 def _working_in(folder: Path) -> Iterator[None]:
-    """Context with another working directory, a terminal of ``WIDTH`` columns, and none of the
-    modules that it imported afterwards."""
+    """Context with another working directory and a terminal of ``WIDTH`` columns. At its end the
+    page's model is removed from the imported modules."""
     before = Path.cwd()
     with (
         mock.patch.object(terminal, "terminal_width", return_value=WIDTH),

@@ -181,7 +181,7 @@ def unit_size_gloo() -> str:
             single = statistics.median(found["ms, single"])
             over = [spread(ratio) for ratio in found["over single"].values()]
             rows.append([f"{block['elements of a block']:,}", level, f"{single:.0f}", *over])
-    columns = ["elements of a block", "level", "ms, single", "by twos", "by fours", "all"]
+    columns = ["elements of a block", "level", "ms, single", "units of 2", "units of 4", "one unit"]
     return with_machine(table(columns, rows), "unit_size_gloo")
 
 
@@ -214,7 +214,7 @@ def unit_size_clock() -> str:
                 *(f"{seconds / single:.3f}" for seconds in joined),
             ]
         )
-    columns = ["ranks", "level", "elements of a block", "ms, single", "by twos", "all sixteen"]
+    columns = ["ranks", "level", "elements of a block", "ms, single", "units of 2", "one unit"]
     return table(columns, rows)
 
 
@@ -352,7 +352,7 @@ def host_step() -> str:
 
 
 def muon_step() -> str:
-    """Steps of Muon with owners beside steps in which every rank does all."""
+    """Steps of Muon in which owners step matrices, and in which every rank steps all of them."""
     found = results("muon_step")["step"]
     base = "of no_shard, as it is"
     rows = [
@@ -374,7 +374,7 @@ def muon_step() -> str:
     note = (
         "\n\n`torch.optim.Muon`, fp32, 2 ranks of one thread over gloo. MB are those that both "
         f"ranks send in a step; a gather and a scatter of the matrices take {bounds}. *Whole "
-        "matrices*: a granule for each, so that owners hold them."
+        "matrices*: each is one granule, so its owner holds all of it."
     )
     return with_machine(table(columns, rows) + note, "muon_step")
 
@@ -420,7 +420,7 @@ def host_threads() -> str:
 
 
 def offload_rates() -> str:
-    """Rates of a disk by way of access, of which ``DiskBlock`` takes one each."""
+    """Rates of a disk for ways to read and to write. ``DiskBlock`` uses one of each."""
     found = results("offload")["rates"]
     ways = {
         "page cache": "buffered",
@@ -440,8 +440,8 @@ def offload_rates() -> str:
     ]
     columns = ["GB/s by size of a call", *(f"{mib} MiB" for mib in pieces)]
     note = (
-        f"\n\n{found['bytes'] / MIB:.0f} MiB from memory that is aligned like tensors, without "
-        "staging from pages. A write through the page cache ends with `fdatasync`."
+        f"\n\n{found['bytes'] / MIB:.0f} MiB in memory that is aligned like tensors, or to pages "
+        "for `O_DIRECT` without staging. A write through the page cache ends with `fdatasync`."
     )
     return with_machine(table(columns, rows) + note, "offload")
 
@@ -503,7 +503,7 @@ def offload_clock() -> str:
                 )
     columns = ["model, GPUs", "copies bound by", "step ms: state on the device", "on the host"]
     columns += ["of it, optimizer", "bound", "over the bound"]
-    columns += ["GiB of a rank: state on the device", "on the host", "there"]
+    columns += ["GiB of a rank: state on the device", "on the host", "GiB of host memory"]
     verdicts = "; ".join(
         f"{where}: {min(each):.2f} to {most:.2f}, {'met' if most <= goal else '**missed**'}"
         for where, each in over.items()
@@ -579,7 +579,7 @@ def offload_clock_speculative() -> str:
                         )
                     ),
                     *(
-                        # Of a share p of undone steps: begun + p (undone - begun) = waits.
+                        # The share p of undone steps with begun + p (undone - begun) = waits.
                         f"{(waits - begun) / (found[f'undone, {how}'] - begun):.0%}"
                         if (begun := found[f"begun, {how}"]) < waits
                         else "never"
@@ -591,7 +591,7 @@ def offload_clock_speculative() -> str:
     columns = ["model, GPUs", "backward ms", "after backward ms: waits for the norm"]
     columns += ["new values written elsewhere", "and undone"]
     columns += ["old values copied before", "and undone"]
-    columns += ["faster below undone steps: written elsewhere", "copied before"]
+    columns += ["faster if fewer are undone than: written elsewhere", "copied before"]
     columns += ["GiB more of a rank's host memory"]
     note = "\n\nFormulas, bound by the host's memory. (`offload_clock.json`)"
     return table(columns, rows) + note
@@ -624,10 +624,16 @@ def offload_clock_everything() -> str:
                         f"{row[here]['bytes on the host'] / GIB:,.1f}",
                     ]
                 )
-    columns = ["model, GPUs", "copies bound by", "step ms: nothing on the host", "state there"]
-    columns += ["everything, stepped on the device", "bound", "stepped on the host", "bound"]
+    columns = ["model, GPUs", "copies bound by", "step ms: nothing on the host"]
+    columns += [
+        "state on the host",
+        "everything, stepped on the device",
+        "bound",
+        "stepped on the host",
+        "bound",
+    ]
     columns += ["FSDP2", "ZeRO-Offload", "GiB of a rank: stepped on the device"]
-    columns += ["stepped on the host", "there"]
+    columns += ["stepped on the host", "GiB of host memory"]
     ranges = " and ".join(
         f"{min(each):.2f} to {max(each):.2f} (stepped on the {where})"
         for each, where in zip(over.values(), ("device", "host"), strict=True)
@@ -657,10 +663,10 @@ def offload_activations_clock() -> str:
         )
     columns = ["width", "step ms: activations kept", "recomputed", "on the host"]
     columns += ["over kept", "over recomputed", "copies take at least"]
-    columns += ["GiB of a rank: kept", "recomputed", "on the host", "there"]
+    columns += ["GiB of a rank: kept", "recomputed", "on the host", "GiB of host memory"]
     saved = max(row["bytes of a token and an element"] for row in found)
     note = (
-        f"\n\nA block saves {saved:.0f} bytes of a token and an element of its width. "
+        f"\n\nPer token and element of its width, a block saves {saved:.0f} bytes for backward. "
         "(`offload_activations_clock.json`)"
     )
     return table(columns, rows) + note
@@ -766,7 +772,7 @@ def replica_healing() -> str:
                 ]
             )
     columns = ["pairs of ranks", "way", "GB/s", "/ plain sockets"]
-    columns += ["/ plain sockets, new memory", "new memory of the receiver, in states"]
+    columns += ["/ plain sockets, new memory", "new memory of the receiver / state"]
     return with_machine(table(columns, rows), "replica_healing")
 
 
@@ -829,7 +835,13 @@ def expert_gathers() -> str:
                     " / ".join(f"{way['peak'] / 1e6:.2f}" for way in each),
                 ]
             )
-    columns = ["tokens of a rank", "gathers a step", "MB gathered", "messages", "MB full at once"]
+    columns = [
+        "tokens of a rank",
+        "gathers a step",
+        "MB gathered",
+        "messages",
+        "unsharded MB, peak",
+    ]
     return f"{table(columns, rows)}\n\nCounted (`expert_gathers.json`)."
 
 
@@ -907,7 +919,7 @@ def simulated_llama() -> str:
                 f"{row['simulation took, seconds of one core']:.0f}",
             ]
         )
-    columns = ["pair", "step ms", "compute ms", "exposed ms", "most of it"]
+    columns = ["pair", "step ms", "compute ms", "exposed ms", "longest exposed"]
     return table([*columns, "peak GiB", "simulation s"], rows)
 
 
@@ -990,7 +1002,7 @@ def two_versions() -> str:
 def fill_and_drain() -> str:
     found = results("planned_memory")["microseconds of fill and drain"]
     rows = [[name, f"{statistics.median(times):.2f}"] for name, times in found.items()]
-    return with_machine(table(["memory", "us to fill and free 1 MiB"], rows), "planned_memory")
+    return with_machine(table(["memory", "us to allocate and free 1 MiB"], rows), "planned_memory")
 
 
 def heap() -> str:
@@ -1034,7 +1046,7 @@ def many_parameters() -> str:
         most = sorted(methods.items(), key=lambda item: -item[1])[:2]
         shown = ", ".join(f"`{method}` {ms:.1f}" for method, ms in most)
         rows.append([name, f"{sum(methods.values()):.1f}", shown])
-    columns = ["level, microbatches of a step", "ms of a microbatch", "most of it"]
+    columns = ["level, microbatches of a step", "ms of a microbatch", "slowest methods"]
     return with_machine(table(columns, rows), "many_parameters")
 
 
@@ -1078,7 +1090,7 @@ def planner_degrees() -> str:
         ]
         for row in sorted(every, key=lambda row: (row["lacking"], row["step"]))
     ]
-    columns = ["TP", "CP", "PP", "ranks of parameters", "levels", "microbatches", "GiB", "s a step"]
+    columns = ["TP", "CP", "PP", "data-parallel mesh", "levels", "microbatches", "GiB", "s a step"]
     columns += [
         "tokens/s",
         "MFU",
@@ -1308,13 +1320,14 @@ def padding() -> str:
         for target in found["targets"]
     ]
     prices = "; ".join(
-        f"at {each['percent_per_buffer']:g} %, {each['mean_buffers_of_a_block']:.2f} buffers a "
-        f"block and {each['median_percent_of_a_block']:.3f} % of padding"
+        f"at {each['percent_per_buffer']:g} %, {each['mean_buffers_of_a_block']:.2f} buffers "
+        f"and {each['median_percent_of_a_block']:.3f} % of padding"
         for each in found["prices"]
     )
     return (
         table(["target", "cases met"], rows)
-        + f"\n\nWhat an extra buffer must save, with rows kept whole (medians): {prices}."
+        + "\n\nMean buffers and median padding of a block, with granules of rows, by the share of "
+        f"a unit that an extra buffer must save: {prices}."
     )
 
 
@@ -1636,7 +1649,7 @@ def published_ranges() -> str:
 
 
 def time_accuracy() -> str:
-    """The accuracy of times that plans state."""
+    """The accuracy that plans state for their times."""
     rows = []
     for each in ACCURACIES.values():
         low, high = each.factors[0], each.factors[-1]
@@ -1712,8 +1725,8 @@ def missing_waits() -> str:
         "waits of a step",
         "implied by others",
         "without it: wrong weights",
-        "of these by a slow source alone",
-        "not shown",
+        "of these with only the source delayed",
+        "right weights in spite of delays",
     )
     return with_machine(table(columns, rows), "missing_waits")
 

@@ -1,16 +1,16 @@
 """Measure the structure of the package: ``python -m tools.structure [--write]``.
 
-Prints each figure as it was when ``tools/structure.json`` was begun, as the file has it, as it is
-now, and as it shall be. A test fails where a figure is more than :data:`TOLERANCE` worse than the
-file's. ``--write`` writes better figures into the file, and the table into ``docs/design.md``;
-``--accept`` writes worse ones, too.
+Prints four values of each figure: the first one in ``tools/structure.json``, the last one that was
+written there, the current one, and the goal. A test fails where a figure is more than
+:data:`TOLERANCE` worse than the file's. ``--write`` writes better figures into the file, and the
+table into ``docs/design.md``; ``--accept`` writes worse ones, too.
 
 - Code lines are those without comments, docstrings and blank lines.
 - The closure of ``fe.shard`` is the modules that its module imports at module level, transitively,
   with the packages that contain them. Imports under TYPE_CHECKING or in functions do not count, and
   neither do those of ``fsdp_engine/__init__.py``.
 - Words of extensions are those of :data:`WORDS`, counted also within other words, in code,
-  comments and docstrings of the kernel: all of the package but :data:`BESIDE_THE_KERNEL`.
+  comments and docstrings of the kernel, which is the package without :data:`BESIDE_THE_KERNEL`.
 - ``tools/traced_step.py`` describes the traced step.
 """
 
@@ -240,7 +240,7 @@ def worse(now: dict[str, int], file: dict[str, dict[str, int]]) -> list[str]:
 
 def table(file: dict[str, dict[str, int]]) -> str:
     """The file's figures, in Markdown."""
-    rows = ["| figure | first | now | shall be | FSDP2 |", "|---|---|---|---|---|"]
+    rows = ["| figure | first | now | goal | FSDP2 |", "|---|---|---|---|---|"]
     for name, each in file.items():
         cells = (
             f"{each[key]:,}" if key in each else "" for key in ("first", "now", "goal", "fsdp2")

@@ -32,7 +32,7 @@ WORDS = (
 )
 
 
-# Private names of torch and of named tuples that the package also defines on classes of its own.
+# Private names of torch and of named tuples. Classes of the package define the same names.
 FOREIGN = (
     "torch.",
     "._modules",
@@ -47,7 +47,7 @@ FOREIGN = (
 
 
 def private_attributes(tree: ast.AST, own: Collection[str]) -> Iterator[tuple[int, str]]:
-    """Line and text of uses of ``other._name``, of the names ``own``."""
+    """Line and text of each use of ``other._name``, if ``own`` has the name."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or node.attr not in own:
             continue

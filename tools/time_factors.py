@@ -20,8 +20,8 @@ TARGET = ROOT / "fsdp_engine" / "planner" / "simulation" / "time_factors.json"
 
 
 def measured() -> dict[str, list[float]]:
-    """Measured over planned step times by family, from the results files. Of published jobs they
-    are planned over published speeds."""
+    """Measured over planned step times by family, from the results files. For published jobs these
+    are ratios of planned to published speeds."""
     models = _results("planner_time")["models"].values()
     jobs = [each for of_card in _results("planner_gpu").values() for each in of_card.values()]
     found = {
@@ -42,7 +42,7 @@ def file_text() -> str:
 
 
 def _published(gpu: str) -> list[float]:
-    """Of jobs in bf16 that are not compiled, with data parallelism alone."""
+    """The factors of published jobs in bf16, not compiled, with data parallelism alone."""
     rows = [row for row in _results("planner_published") if not row["compiled"]]
     return [row["planned over published"] for row in rows if gpu in row["machine"]]
 

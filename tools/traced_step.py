@@ -7,7 +7,7 @@ building of the engine, the fourth step and the fifth. ``tools/structure.py`` re
 - ``shard``, ``step``: lines, functions and files of the package that ran, also those that run when
   a module is imported;
 - ``gather``, ``reduction``: the calls from a hook to the collective that it leads to, on the path
-  through most files: different files, changes of file, calls, and the files in order;
+  with the largest number of files: different files, changes of file, calls, and the files in order;
 - ``loaded``: modules of the package that are loaded at the end.
 """
 

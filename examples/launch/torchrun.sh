@@ -4,18 +4,18 @@
 #     HEAD=node0 NODES=4 examples/launch/torchrun.sh examples/train_gpt.py --out /shared/run
 #
 #     HEAD      a node that runs this script, too: it keeps the list of nodes
-#     NODES     "4", or from the least to the most that may take part: "2:4"
+#     NODES     the number of nodes, "4", or a range: "2:4"
 #     RANKS     processes of this node (default: one for each GPU)
 #     RESTARTS  how often the workers may be started anew (default: 10)
 #     PORT, JOB the rendezvous (default: 29400, train)
 #     PYTHON    the interpreter (default: python)
 #
-# Whatever else torchrun takes: PET_RDZV_CONF, PET_LOCAL_ADDR, ... in the environment.
+# torchrun reads its other options from the environment: PET_RDZV_CONF, PET_LOCAL_ADDR, ...
 # docs/clusters.md says what happens when a worker or a node dies.
 set -uo pipefail
 
-# torch 2.13 keeps one store over restarts. New workers would find in it where dead ones listened,
-# and "Connection refused" would be all that comes of a restart.
+# torch 2.13 keeps one store over restarts. New workers would read the addresses of dead workers in
+# it, and every restart would fail with "Connection refused".
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # USR1 is for the workers, which save and end. torchrun would die of it.
