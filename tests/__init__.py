@@ -1,11 +1,11 @@
-"""Tests of the engine, in folders as those of the package.
+"""Tests of the engine, in the same folders as the package.
 
-Models here are so small that by default their units would all be joined ([Note: Size of a unit] in
-``units/assignment.py``), and most tests are about a unit for each block. So in every process that
-runs tests the default joins nothing; tests of joined units name a size.
+By default small units are joined ([Note: Size of a unit] in ``units/assignment.py``). All models
+here are small, and most tests need a unit for each block. So no process that runs tests joins units
+by default; tests of joined units pass a size.
 """
 
 from fsdp_engine.units import assignment
 
-MIN_UNIT_SIZE = assignment.MIN_UNIT_SIZE  # what users have
+MIN_UNIT_SIZE = assignment.MIN_UNIT_SIZE  # the default for users
 assignment.MIN_UNIT_SIZE = 0

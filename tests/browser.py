@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def shown(page: Path, query: str, profile: Path, *options: str) -> str:
-    """The document of a page opened from its file, after its scripts have run."""
+    """Open a page from its file, run its scripts, and return the resulting document."""
     assert CHROMIUM is not None
     command = [
         CHROMIUM,
@@ -39,13 +39,13 @@ def shown(page: Path, query: str, profile: Path, *options: str) -> str:
 
 
 def seen(text: str, probe: str, folder: Path, *options: str) -> Any:
-    """The object ``seen`` that a script fills after those of the page.
+    """Run ``probe`` after the page's own scripts; returns the object ``seen`` that it fills.
 
     Args:
-        text: of the page.
+        text: the text of the page.
         probe: the script.
-        folder: for the page and the browser's profile.
-        options: of the browser.
+        folder: contains the page and the browser's profile.
+        options: command line options of the browser.
     """
     script = f"""
     <script>

@@ -17,7 +17,7 @@ from tests.coverage_contexts import current_context, switch_to
 from tests.matrices import left_of_matrices
 from tests.pool import Ranks
 
-# The ranks want the cores; and on tensors this small a second thread only waits for the first.
+# The ranks need the cores, and on small tensors a second thread does not help.
 torch.set_num_threads(1)
 
 
@@ -25,13 +25,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough-part",
         metavar="K/N",
-        help="of the thorough tests, but those of simulations, those of every N-th file, K from 0",
+        help="run thorough tests only of part K (from 0) of N, without simulations",
     )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the rest of matrices as thorough, and deselect the thorough tests of other parts.
+    """Mark the thorough cases of matrices, and deselect the thorough tests of other parts.
 
     Files stay whole within a part: their fixtures are shared.
     """
@@ -77,7 +77,8 @@ def device_ranks() -> Iterator[Ranks]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _collections_look_at_news_only() -> None:
-    """A collection, or a search for optimizers, that looks at all of torch takes 0.1 s."""
+    """Freeze existing objects: a garbage collection, or a search for optimizers, skips them. Over
+    all of torch it takes 0.1 s."""
     gc.collect()
     gc.freeze()
 
@@ -109,8 +110,9 @@ def _files_leave_no_group() -> Iterator[None]:
 
 
 def _leaves_no_group(what: str) -> Iterator[None]:
-    """Later tests would fail for no visible reason."""
-    was_there = dist.is_initialized()  # a fixture's of wider scope
+    """Fail a test or module that leaves a process group behind: later tests would fail for no
+    visible reason."""
+    was_there = dist.is_initialized()  # by a fixture of wider scope
     yield
     if dist.is_initialized() and not was_there:
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Which tests run which lines of the package, also on ranks: for ``tools/measure_tests.py``.
+"""Record which tests run which lines, in pytest and on ranks, for ``tools/measure_tests.py``.
 
 Each process that ``coverage`` measures records under which test a line ran. A context is the name
 of a test without its parameters. Without ``coverage`` nothing happens.

@@ -58,7 +58,7 @@ def values_of(params: Mapping[str, Any], marks: Iterable[pytest.Mark]) -> Case:
         given = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names = [each.strip() for each in given.split(",")] if isinstance(given, str) else given
         values.append(tuple(id(left.pop(name)) for name in names if name in left))
-    return [*values, *map(id, left.values())]  # the rest are parameters of fixtures
+    return [*values, *map(id, left.values())]  # the remaining ids are those of fixtures' parameters
 
 
 def covering(cases: Sequence[Case]) -> set[int]:
@@ -67,14 +67,15 @@ def covering(cases: Sequence[Case]) -> set[int]:
     The choice depends on the order of the cases, and on which values are equal.
 
     Args:
-        cases: of one test: for each a value per parameter.
+        cases: the cases of one test: each has a value for every parameter.
     """
     values = [list(enumerate(case)) for case in cases]
     uncovered = {value for case in values for value in case}
     used: Counter[tuple[int, Hashable]] = Counter()
     kept: set[int] = set()
     while uncovered:
-        # As many new values as possible; of such cases the one whose values are rarest so far.
+        # Choose the case with the most new values; among several, the one whose values are rarest
+        # so far.
         best = min(
             range(len(cases)),
             key=lambda number: (

@@ -1,4 +1,4 @@
-"""Tests look at what engines send on gloo."""
+"""Watches the messages that engines send on gloo."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from tests.models import vector_batch
 def watched(
     on_send: Callable[[Any, Tensor], None], on_all_reduce: Callable[[Any, Tensor, Any], None]
 ) -> Iterator[None]:
-    """Within it ``on_send(group, tensor)`` is called before each message to one rank, and
+    """Within the block ``on_send(group, tensor)`` is called before each message to one rank, and
     ``on_all_reduce(group, tensor, options)`` before each all-reduce of this process."""
     groups: Any = dist.ProcessGroup
-    # From the dict: what the attribute gives is not bound to groups any more when it is put back.
+    # Read from the class dict: the value of the attribute would not bind to groups when it is
+    # restored.
     all_reduce, isend = vars(groups)["allreduce"], dist.isend
 
     def reducing(group: Any, tensors: list[Tensor], options: Any) -> Any:
@@ -46,12 +47,12 @@ GATHERS, REDUCTIONS = ("all-gather",), ("reduce-scatter", "all-reduce")
 
 
 class Messages(TorchDispatchMode):
-    """Within it, counts submissions to lanes and sends of process groups.
+    """Counts submissions to lanes and sends of process groups.
 
     Attributes:
         operations: submissions by label.
         sent: bytes that this rank sends, by name of the group. An all-reduce counts as a
-            reduce-scatter and an all-gather, which is what it has to move.
+            reduce-scatter and an all-gather.
         calls: calls by (group, name of the call).
     """
 
@@ -92,7 +93,7 @@ class Messages(TorchDispatchMode):
 
 
 def count_step(model: nn.Module, engine: Any, optimizer: Any, num_micro: int) -> Messages:
-    """One step; messages of forward and backward."""
+    """Run one step; returns the messages of its forwards and backwards."""
     messages = Messages()
     with messages.counting():
         for micro in range(num_micro):
@@ -131,12 +132,12 @@ def expected_collectives(
         gathers = what in GATHERS
         itemsize = (dtypes.compute if gathers else dtypes.comm).itemsize
         held_above = min(depth, optim) if not gathers else depth
-        num_bytes = numel_at(buffer, held_above) * itemsize // 2  # two ranks: half is the other's
+        num_bytes = numel_at(buffer, held_above) * itemsize // 2  # with two ranks, each sends half
         num_bytes *= 2 if what == "all-reduce" else 1
         sent[axis, "gather" if gathers else "reduce"] += times * num_bytes
 
     for unit in engine.units:
-        # The last unit that forward leaves stays full until backward needs it.
+        # The last unit in forward stays full until backward.
         stays_full = unit is engine.units[-1]
         uses = num_micro * (1 if stays_full else 2)
         for buffer in unit.buffers:

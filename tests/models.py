@@ -1,4 +1,4 @@
-"""Small models, each with one habit of real ones that an engine must get right.
+"""Small models, each with one feature of real models that an engine must handle.
 
 Every model maps a batch from :func:`batch_for` to something with a mean loss over the batch, so
 that a rank's loss is the mean over its part and the mean of ranks is the loss of one process.
@@ -23,7 +23,7 @@ LENGTH = 5
 
 
 class Dot(nn.Module):
-    """The gradient of ``weight`` is the input itself: a factor that is lost shows exactly."""
+    """The gradient of ``weight`` is the input itself, so a missing factor is visible exactly."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
     def __init__(self, dim: int = DIM, norm_dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, dtype=norm_dtype)
-        # Without a bias: the keys' part of it has no gradient but noise, which Adam would blow up.
+        # No bias: the gradient of the keys' bias is only rounding noise, which Adam would amplify.
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
         self.out = nn.Linear(dim, dim)
         self.norm2 = nn.LayerNorm(dim, dtype=norm_dtype)
@@ -353,7 +353,7 @@ def shared_model() -> Regression:
 
 
 class WithShared(nn.Module):
-    """A block that holds a module which others hold, too, as Zamba2's attention."""
+    """A block with a module that other blocks share, like Zamba2's attention."""
 
     def __init__(self, shared: nn.Module) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ class WithShared(nn.Module):
 
 
 def shared_module_model() -> Regression:
-    """Blocks share a module, with a block of its own between them."""
+    """Two blocks share a module; another block is between them."""
     shared = Mlp()
     return Chain(WithShared(shared), Mlp(), WithShared(shared))
 
@@ -399,7 +399,7 @@ class EncoderDecoder(Regression):
 
 
 class InPlace(Chain):
-    """What a unit returned is changed in place at once."""
+    """The outputs of units are changed in place immediately."""
 
     def __init__(self) -> None:
         super().__init__(Mlp(), Mlp())
@@ -413,7 +413,7 @@ class InPlace(Chain):
 
 
 class MaybeIdentity(nn.Module):
-    """Hands its input on untouched when told to, as stochastic depth does."""
+    """Returns its input unchanged when inactive, like stochastic depth."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ class Router(nn.Module):
 
 
 class UnusedOutput(Chain):
-    """The second results of the units go nowhere, but for one."""
+    """Only one of the units' second outputs is used."""
 
     def __init__(self) -> None:
         super().__init__(Router(), Router(), Router())
@@ -479,7 +479,7 @@ class Recurrent(nn.Module):
 
 
 class Between(Regression):
-    """Blocks of these sizes between two layers of the root's own."""
+    """Blocks of given sizes between two layers that belong to the root."""
 
     def __init__(self, *sizes: int) -> None:
         super().__init__()
@@ -600,8 +600,8 @@ def late_modules(model: nn.Module) -> list[LateLinear]:
 
 
 class LstmLanguage(nn.Module):
-    """An embedding, blocks, and a head of the embedding's shape, which may be tied to it; an LSTM
-    in the root."""
+    """An embedding, blocks, an LSTM in the root, and a head of the embedding's shape. Head and
+    embedding may be tied."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ from tests.coverage_contexts import current_context, switch_to
 
 NUM_RANKS = 4
 GROUP_TIMEOUT_SECONDS = 60.0
-# Of a whole call. On a busy machine what takes seconds may take minutes; ranks that wait for each
+# For a whole call. On a busy machine a call of seconds may take minutes; ranks that wait for each
 # other in vain fail by the group's timeout.
 CALL_TIMEOUT_SECONDS = 240.0
 # How long the peers of a rank that failed may take to fail as well.
@@ -60,7 +60,7 @@ START_TIMEOUT_SECONDS = 240.0
 MOST_THREADS = 24
 # After so many calls threads are counted.
 CALLS_PER_COUNT = 8
-# At the start of a rank's process.
+# The state of a rank's process at its start.
 _FOLDER = os.getcwd()
 _FILTERS = list(warnings.filters)
 # torch._dynamo: the first step of an optimizer imports it, in two seconds.
@@ -98,7 +98,7 @@ class Ranks:
 
     Args:
         num_ranks: how many processes there are.
-        backend: of the default process group.
+        backend: the backend of the default process group.
         set_up: a function of a module that each process runs once, when it starts.
     """
 
@@ -129,9 +129,9 @@ class Ranks:
     ) -> list[Any]:
         """Runs ``fn(*args)`` on ranks 0 to ``world_size - 1``; what each returned, by rank.
 
-        ``fn`` must be a function of a module, and all that travels must pickle. Inside, the
-        default process group is there, and ``torch.manual_seed(0)`` was called. Without ``group``
-        there is none, as in ``python train.py``: one rank only.
+        ``fn`` must be a function of a module. Its arguments and results must be picklable. It runs
+        with a default process group, after ``torch.manual_seed(0)``. Without ``group`` there is no
+        process group, as in ``python train.py``: one rank only.
 
         Raises:
             RankError: ``fn`` raised, hung for more than ``timeout`` seconds, or died on a rank.
@@ -225,7 +225,7 @@ class Ranks:
             return "died", f"died with exit code {self._processes[rank].exitcode}"
 
     def _release(self, world_size: int) -> bool:
-        """Lets the ranks destroy their groups; whether all did."""
+        """Let the ranks destroy their groups; returns whether all have."""
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(b"release")
         deadline = time.monotonic() + GRACE_SECONDS
@@ -303,7 +303,7 @@ def on_few_ranks(body: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_arguments(test: Any, body: Callable[..., None], *names: str) -> Callable[..., None]:
-    """The test, with the arguments of its body and these."""
+    """Adds keyword arguments ``names`` to the signature of a test, after those of its body."""
     own = inspect.signature(body).parameters.values()
     added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     test.__signature__ = inspect.Signature([*own, *added])
@@ -324,7 +324,7 @@ def _serve(
     set_up: Callable[[], None] | None,
 ) -> None:
     """A rank's life: wait for a call, run it, answer, destroy the groups."""
-    stacks_file = open(stacks, "w")  # noqa: SIM115 - faulthandler needs it as long as we live
+    stacks_file = open(stacks, "w")  # noqa: SIM115 - faulthandler writes to it until the end
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
@@ -352,7 +352,8 @@ def _serve(
         _leave_group()
         if len(sys.modules) > num_modules:
             num_modules = len(sys.modules)
-            # A collection that looks at all of torch takes 0.15 s; now it looks at news only.
+            # Collecting all objects of torch takes 0.15 s: freeze them, so that later collections
+            # skip them.
             gc.freeze()
         num_calls += 1
         pipe.send_bytes(b"tired" if num_calls % CALLS_PER_COUNT == 0 and _is_tired() else b"ready")
@@ -396,7 +397,7 @@ def _answer(rank: int, call: bytes, store: dist.Store, backend: str) -> tuple[st
         text = traceback.format_exc()
     # Outside the handler no traceback keeps the groups alive any more.
     _leave_group()
-    wait_for_groups()  # peers shall see them go
+    wait_for_groups()  # peers must see that the connections are closed
     return "error", text
 
 
@@ -404,21 +405,21 @@ _going: list[threading.Thread] = []
 
 
 def wait_for_groups() -> None:
-    """Until those of earlier calls are gone, with their connections and threads."""
+    """Wait until groups of earlier calls, with their connections and threads, are destroyed."""
     while _going:
         _going.pop().join()
 
 
 def _let_go(group: dist.ProcessGroup) -> None:
-    """The last reference is this thread's, and goes with it."""
+    """Run in a thread: its reference to the group is the last one, and the group ends with it."""
 
 
 def _leave_group() -> None:
     wait_for_groups()
-    gc.collect()  # what still holds a group
+    gc.collect()  # frees objects that still refer to a group
     if dist.is_initialized():
-        # Each takes some 20 ms to go, until its threads have seen that it does. All at once, and
-        # beside the next call.
+        # Destroying a group takes some 20 ms, until its threads have stopped. So each group gets a
+        # thread, and they may overlap with the next call.
         groups = list(distributed_c10d._world.pg_map)
         dist.destroy_process_group()
         while groups:

@@ -7,8 +7,8 @@ import socket
 
 
 def free_port() -> int:
-    """A port that no program listens on, below those that the system gives to connections: one of
-    these may be in use again before a program listens on it."""
+    """A free port below the range from which the system assigns ports to connections: a port of
+    that range may be in use again before a program listens on it."""
     numbers = random.SystemRandom()
     while True:
         port = numbers.randrange(20_000, 32_000)

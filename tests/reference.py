@@ -1,13 +1,13 @@
-"""What training must give: one process, plain torch, the batches of all ranks together.
+"""The expected results of training: one process with plain torch and the batches of all ranks.
 
 ``train`` is that process; ``train_sharded`` does the same with the engine on this rank's part.
 Both record every step, and ``differences`` compares two records.
 
 The loss of a step is the mean over microbatches, and each microbatch's loss is divided by their
 number, as users do. For low precision there are fp32 main weights, a compute copy made from them
-before every step, and gradients that are summed in fp32. The compute copy sees each rank's part
-by itself (``split``), because rounding to bf16 differs between one batch and its parts; then one
-process and many differ by the order of an fp32 sum only, and the comparison can be sharp.
+before every step, and gradients that are summed in fp32. The compute copy runs each rank's part
+separately (``split``), because rounding to bf16 differs between one batch and its parts. Then
+results differ only by the order of fp32 sums, and tolerances can be small.
 """
 
 from __future__ import annotations
@@ -107,11 +107,11 @@ def train(
     Args:
         model: fp32 (or the dtype that the main weights shall have).
         data: batches by step, microbatch and rank.
-        make_optimizer: gets the main weights.
+        make_optimizer: makes the optimizer from the main weights.
         compute_dtype: forward and backward run on a copy in this dtype, or with these dtypes by
             parameter name. None: on the model.
         max_norm: gradients are clipped to it.
-        split: ranks' batches one after another instead of concatenated. None: with a
+        split: run ranks' batches one after another instead of concatenated. None: if there is a
             ``compute_dtype``.
         loss_of: The loss of a batch.
         before_step: Called before each step.
@@ -153,7 +153,7 @@ def _cast_copy(model: nn.Module, dtype: torch.dtype | dict[str, torch.dtype]) ->
 
 
 def _cast_first(batch: Batch, dtype: torch.dtype | dict[str, torch.dtype] | None) -> Batch:
-    """The batch as a model in ``dtype`` wants it: inputs are cast, targets are not."""
+    """The batch for a model in ``dtype``: floating-point inputs are cast, targets are not."""
     if not isinstance(dtype, torch.dtype) or not batch[0].is_floating_point():
         return batch
     return (batch[0].to(dtype), *batch[1:])
@@ -179,13 +179,13 @@ def _copies(model: nn.Module) -> dict[str, Tensor]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A whole tensor, from whatever part of it this rank holds. A collective."""
+    """The full tensor of a plain tensor, a DTensor or a slice. A collective."""
     tensor = tensor.detach()
     return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def held(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, flat where that is a slice. Sends nothing."""
+    """This rank's part of a tensor; a slice is flat. No communication."""
     if isinstance(tensor, fe.FlatDTensor):
         return tensor.local.detach()
     if isinstance(tensor, DTensor):
@@ -195,7 +195,7 @@ def held(tensor: Tensor) -> Tensor:
 
 
 def slice_like(whole: Tensor, like: Tensor) -> Tensor:
-    """The part of ``whole`` that :func:`held` gives of ``like``."""
+    """The part of ``whole`` that this rank holds of ``like``, in the form of :func:`held`."""
     if not isinstance(like, fe.FlatDTensor):
         return whole.detach()
     flat = like.flat_placement
@@ -204,7 +204,7 @@ def slice_like(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def assert_same_weights(model: nn.Module, alone: nn.Module, **tolerance: float) -> None:
-    """Whether every rank holds its part of what one process has; all ranks together, everything."""
+    """Assert that this rank's part of each weight equals that of ``alone``."""
     expected = dict(alone.named_parameters())
     for name, param in model.named_parameters():
         wanted = slice_like(expected[name], param)

@@ -35,7 +35,7 @@ class Run:
 
     Attributes:
         steps: Loss, gradients, norm and weights of each step; full tensors.
-        model, optimizer: As the run leaves them.
+        model, optimizer: Their state after the run.
         engine: None for one process alone.
     """
 
@@ -81,7 +81,7 @@ class Scenario:
         optimizer: Makes the optimizer from the parameters.
         wrap: Called with the optimizer of the sharded model: ``fe.shard_optimizer`` or ``nothing``.
         steps: Number of steps.
-        microbatches: Their number in each step, or by step.
+        microbatches: Number of microbatches in each step, or a sequence of numbers by step.
         rows: Rows of a batch.
         max_norm: Gradients are clipped to it.
         loss_of: The loss of a model and a batch.
@@ -89,7 +89,7 @@ class Scenario:
         around: Makes a context for each microbatch of the sharded model from its engine.
         compute_dtype: Of forward and backward in the one process, or dtypes by parameter name.
         tolerance: Largest error of the first step, relative to the tensor's largest element.
-        later: The same of the other steps; None: ``tolerance``.
+        later: Largest error of the other steps; None: ``tolerance``.
     """
 
     model: Callable[[], nn.Module] = Transformer
@@ -113,7 +113,7 @@ class Scenario:
     later: float | None = None
 
     def but(self, **changes: Any) -> Scenario:
-        """The same with other attributes. ``options`` are added to the present ones."""
+        """A copy with other attributes. ``options`` are added to the present ones."""
         if "options" in changes:
             changes["options"] = {**self.options, **changes["options"]}
         return replace(self, **changes)

@@ -13,8 +13,8 @@ line before a block:
     x = 1                           such as a model and data
     -->
 
-A ``diff`` block of a program with such a comment shows it before and after a change. The program
-runs both ways, and where both set ``final_loss``, the two are equal.
+A ``diff`` block of a program with such a comment shows a change of the program. It runs without and
+with the change; if both runs set ``final_loss``, the values must be equal.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Program:
         return self.blocks != self.before
 
     def missing_packages(self) -> list[str]:
-        # Not those that another test has imported from a folder of its own.
+        # Packages that another test has imported from a folder of its own count as missing.
         return [each for each in self.needs if PathFinder.find_spec(each) is None]
 
 
@@ -127,7 +127,7 @@ def _read_options(program: Program, options: str) -> None:
 
 
 def _padded(code: str, line: int) -> str:
-    """Line numbers of errors are those of the page."""
+    """Code after empty lines, so that line numbers in errors are those of the page."""
     return "\n" * (line - 1) + code
 
 

@@ -111,7 +111,7 @@ ORDERLESS = SET_METHODS | words(
     "Counter all any bool difference_update frozenset isdisjoint intersection_update issubset "
     "issuperset len max min set sorted sum symmetric_difference_update update"
 )
-# Calls that read their arguments one element after the other, and show it.
+# Calls whose result depends on the order in which they read their arguments.
 IN_ORDER = words(
     "chain deque dict enumerate extend filter from_iterable fromkeys iter join list map reversed "
     "tuple zip"
@@ -142,7 +142,7 @@ class Source:
 
     @property
     def folder(self) -> str:
-        """The file, or the folder it belongs to, that has a floor."""
+        """The top-level file or folder of the package, which has a floor."""
         return self.path.split(".")[0]
 
     @cached_property
@@ -163,7 +163,7 @@ class Source:
         """The absolute module that ``from ... import`` names."""
         if not node.level:
             return node.module or ""
-        # An __init__ counts as a file of its package, so one level is its package for both.
+        # In an __init__ and in a file, level 1 of a relative import is the folder itself.
         parts = ["fsdp_engine", *self.path.split(".")]
         parts = parts[: len(parts) - node.level]
         return ".".join([*parts, node.module] if node.module else parts)
@@ -207,7 +207,8 @@ class Source:
 
 
 def imports_go_down(source: Source) -> Iterator[Finding]:
-    """A file imports from lower floors, and from its own folder; values may name each other."""
+    """A file imports from lower floors and from its own folder, and on the lowest floor also from
+    others."""
     if source.folder not in FLOORS:
         yield 1, f"{source.folder} has no floor in FLOORS"
         return
@@ -219,7 +220,7 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
         folder = parts[1] if len(parts) > 1 else "__init__"
         if folder not in FLOORS:
             if (PACKAGE / f"{folder}.py").exists() or (PACKAGE / folder).is_dir():
-                continue  # reported where it is
+                continue  # reported in that folder
             folder = "__init__"
         sideways = FLOORS[folder] == floor and (folder == source.folder or floor == 0)
         if FLOORS[folder] >= floor and not sideways:
@@ -272,8 +273,8 @@ def only_collectives_communicates(source: Source) -> Iterator[Finding]:
 
 
 def only_mesh_makes_groups(source: Source) -> Iterator[Finding]:
-    """Process groups and device meshes are made in comm/mesh.py and groups.py only, but in
-    annotations. (A simulation makes those of its ranks.)"""
+    """Process groups and device meshes are made in comm/mesh.py and groups.py only. Annotations may
+    name them. (A simulation makes those of its ranks.)"""
     if source.path in ("comm.mesh", "comm.groups", "planner.simulation.ranks"):
         return
     for call in source.calls:
@@ -425,7 +426,7 @@ def _local_sets(nodes: list[ast.AST], known: frozenset[str], around: set[str]) -
         if isinstance(node, ast.arg | ast.AnnAssign) and _is_set_type(node.annotation):
             found.add(node.arg if isinstance(node, ast.arg) else ast.unparse(node.target))
     num_found = -1
-    while num_found < len(found):  # one may be assigned from another
+    while num_found < len(found):  # repeat, since a set may be assigned from another variable
         num_found = len(found)
         for node in nodes:
             if isinstance(node, ast.Assign | ast.NamedExpr) and _is_set(node.value, found, known):
@@ -505,7 +506,7 @@ def _is_view(node: ast.expr) -> bool:
 
 
 def _taken_in_order(node: ast.AST, nodes: list[ast.AST]) -> Iterator[ast.expr]:
-    """Expressions of which ``node`` reads one element after the other, where that shows."""
+    """Expressions whose elements ``node`` reads in order, if the result depends on that order."""
     if isinstance(node, ast.For | ast.AsyncFor):
         yield node.iter
     elif isinstance(node, ast.ListComp | ast.DictComp | ast.GeneratorExp):
@@ -709,7 +710,7 @@ def test_every_folder_and_every_extension_is_listed() -> None:
 
 
 def find_cycle(imports: dict[str, set[str]]) -> list[str]:
-    """Files that import each other in a circle; none: []."""
+    """Files that import each other in a circle; [] if there is no circle."""
     done: set[str] = set()
 
     def visit(file: str, path: list[str]) -> list[str]:
@@ -733,7 +734,7 @@ def imports_between_files(sources: list[Source]) -> dict[str, set[str]]:
         for _, name in source.imports:
             path = name.removeprefix("fsdp_engine.") if name.startswith("fsdp_engine.") else ""
             folder = path.rpartition(".")[0]
-            # The folder's own face, not a name that it happens to import.
+            # The folder's __init__ itself, not a name that it imports.
             places = (path, f"{path}.__init__", folder, f"{folder}.__init__")
             found[source.path].update([each for each in places if each in files][:1])
     return found
@@ -748,7 +749,7 @@ def test_files_do_not_import_each_other_in_a_circle() -> None:
 
 
 def imported_tests(code: str) -> list[str]:
-    """Modules of tests that are imported: what tests share has a module of its own."""
+    """Test modules that are imported. Tests must put shared code into modules of their own."""
     found = {name for _, name in Source("tests", code).imports}
     return [
         name
@@ -804,7 +805,7 @@ def used_extensions(folder: str) -> dict[str, list[str]]:
 def test_tests_of_the_kernel_use_no_extension() -> None:
     for folder in TESTS_WITHOUT_EXTENSIONS:
         assert not used_extensions(folder), folder
-    for extension in EXTENSION_USES:  # a use is caught
+    for extension in EXTENSION_USES:  # the check finds uses
         assert extension in used_extensions(f"extensions/{extension}")
 
 
@@ -832,7 +833,7 @@ def test_docs_code_and_tests_have_the_terms_of_the_field() -> None:
 
 
 def run_without(packages: list[str], program: str) -> str:
-    """What ``program`` prints where imports of ``packages`` fail."""
+    """Run ``program`` where imports of ``packages`` fail; returns its output."""
     block = f"import sys\nsys.modules.update(dict.fromkeys({packages}))\n"
     command = [sys.executable, "-W", "ignore", "-c", block + program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -840,8 +841,8 @@ def run_without(packages: list[str], program: str) -> str:
     return done.stdout
 
 
-# Packages that neither training nor checkpoints import. Not peft: the engine takes its presence in
-# `sys.modules`, which `run_without` makes, for an import.
+# Packages that neither training nor checkpoints import. Not peft: `run_without` puts its names into
+# `sys.modules`, and the engine would take peft as imported.
 NOT_IN_THE_CORE = [
     *(name for name in EXTRAS if name != "peft"),
     *("einops", "safetensors", "tqdm", "transformer_engine"),
@@ -859,7 +860,7 @@ model(torch.ones(1, 3)).sum().backward()
 
 
 def test_checkpoints_need_numpy_and_crc32c_beside_but_not_torchs_pipelines() -> None:
-    """Pipelines import torch's compiler."""
+    """torch's pipelines would import torch's compiler."""
     program = """
 import tempfile
 import torch, fsdp_engine as fe
@@ -877,7 +878,7 @@ print(torch.equal(model.weight.full_tensor(), before))
     assert run_without(NOT_IN_THE_CORE, program).split() == ["False", "True"]
 
 
-# Statements that need a package, which is missing, as are those above it.
+# Each statement runs while its package, and those of the lines above it, are missing.
 NEEDS = {
     "matplotlib": "from fsdp_engine.planner.figure import save_figure; save_figure(0, 'a')",
     "accelerate": "import fsdp_engine.integrations.accelerate",

@@ -19,7 +19,8 @@ def anchors(text: str) -> set[str]:
     """The anchors of a page's headings, as the repository's page view makes them."""
     headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), re.M)
     slugs = [re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings]
-    # A second heading of the same words has another anchor there than in the site.
+    # Repeated headings are left out: the repository and the site give their anchors different
+    # names.
     return {slug for slug in slugs if slugs.count(slug) == 1}
 
 

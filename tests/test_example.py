@@ -102,7 +102,7 @@ def test_the_side_of_a_file_does_not_depend_on_the_others() -> None:
     assert 10 < len(held_out) < 60
     assert corpus.split_by_file(names[100:]) == held_out & set(names[100:])
     assert corpus.split_by_file(names[::-1]) == held_out
-    # On every machine: blake2b of 7 bytes over b"os.py", as a fraction of 2**56.
+    # The same on every machine: blake2b with 7 bytes, of b"os.py", as a fraction of 2**56.
     assert corpus.hash_fraction("os.py") == pytest.approx(0.12486373838868839, abs=1e-12)
 
 
@@ -237,7 +237,7 @@ def test_generation_adds_the_tokens_asked_for_and_repeats_with_its_seed() -> Non
     assert torch.equal(text[:5], prompt)
     assert torch.equal(generate(1), text)
     assert not torch.equal(generate(2), text)
-    # A cold one follows the largest logit, inside and beyond the window.
+    # At a temperature of almost 0 each token has the largest logit, inside and beyond the window.
     text = model.generate(prompt, num_tokens=17, temperature=1e-6)
     for end in range(5, 22):
         window = text[max(0, end - TINY.sequence_length) : end]
@@ -368,7 +368,8 @@ def command_of(folder: Path, out: str, num_ranks: int, *arguments: str) -> list[
 
 
 def train(folder: Path, out: str, num_ranks: int, *arguments: str) -> dict[str, Any]:
-    """Runs the job to its end; what it measured, its ``losses``, and what it ``printed``."""
+    """Runs the job to its end; returns its metrics, its ``losses``, and its output as
+    ``printed``."""
     text = printed(*command_of(folder, out, num_ranks, *arguments))
     assert "bigram" in text
     measured = json.loads((folder / out / "metrics.json").read_text())

@@ -1,4 +1,4 @@
-"""The wheel: built, installed where nothing else of ours is, and run as README says."""
+"""The wheel is built, installed without the checkout, and run as README says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Installed:
 
 
 def run(folder: Path, *command: str) -> str:
-    """What ``command`` prints; it must succeed. Nothing leads it to the checkout."""
+    """Run a command that must succeed; returns its output. No variable refers to the checkout."""
     misleading = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in misleading}
     environment["OMP_NUM_THREADS"] = "1"
@@ -51,9 +51,9 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    """The wheel in an environment of its own, which reads dependencies from where they are.
+    """The wheel in an environment of its own, which uses the installed dependencies.
 
-    A path file names that folder; path files *in* it, as an editable install's, are not read then.
+    A path file adds their folder. Path files in it, as of an editable install, are not read then.
     """
     folder = tmp_path_factory.mktemp("package")
     sources, home = folder / "sources", folder / "venv"
@@ -75,7 +75,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """README's script, which then tells where it found the package."""
+    """README's script, with a line that prints where it found the package."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     (code,) = (block for block in blocks if block.startswith("import torch\n"))

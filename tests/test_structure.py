@@ -25,6 +25,7 @@ def test_a_figure_that_is_worse_is_named() -> None:
 
 
 def test_imports_within_functions_and_for_types_are_not_of_the_closure() -> None:
-    """``fsdp_engine.patterns`` imports nothing of the package."""
+    """``fsdp_engine.patterns`` imports no module of the package at its top level, except for
+    types."""
     assert structure.closure("fsdp_engine.patterns") == {"fsdp_engine.patterns"}
     assert "fsdp_engine.layout" in structure.closure("fsdp_engine.layout.placement")

@@ -139,7 +139,7 @@ def test_the_page_shows_the_lines_of_the_files(page: str) -> None:
 
 @pytest.mark.parametrize("exports", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_the_page_shows_what_the_files_print(page: str, tutorial: Tutorial, exports: bool) -> None:
-    """Outputs of the page are of more training steps than those of the test."""
+    """The page shows outputs of longer runs than the test's."""
     runs = [(1, 1), (2, 2), (3, 1), (3, 2), (4, 2), (5, 2), (6, 2), (6, 1), (7, 2), (8, 2)]
     for (step, num_ranks), text in zip(runs, blocks(page, "text"), strict=True):
         if exports != (step > 6):

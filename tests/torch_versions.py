@@ -1,4 +1,4 @@
-"""What some versions of torch cannot do, and the tests that need it."""
+"""Features that some versions of torch lack, and marks of the tests that need them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ compiled_code_raises = pytest.mark.skipif(
     reason="errors of traced functions come through torch.compile from torch 2.13 on",
 )
 
-# `MARKS_SUMS` in ``flat_dtensor/slices.py``.
+# Defined as `MARKS_SUMS` in ``flat_dtensor/slices.py``.
 marks_gradients = pytest.mark.skipif(
     not MARKS_SUMS, reason="gradients of slices are told from other slices from torch 2.13 on"
 )
 
-# Memory moves between storages: [Note: Arena] in ``memory/arena.py``.
+# Whether memory can move between storages: [Note: Arena] in ``memory/arena.py``.
 CAN_PLAN_ADDRESSES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 plans_addresses = pytest.mark.skipif(
     not CAN_PLAN_ADDRESSES, reason="addresses are planned from torch 2.13 on"

@@ -1,5 +1,5 @@
-"""Training loops, meshes and options that many tests share. What training must give is in
-``reference.py``; models are in ``models.py``."""
+"""Training loops, meshes and options that many tests share. The expected results of training are
+computed in ``reference.py``; models are in ``models.py``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def train(
     microbatches: Iterable[int] = (2, 1),
     before_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """A step for each entry of ``microbatches``, so many in each, clipped, with AdamW."""
+    """One step for each entry of ``microbatches``, with that number of microbatches; clipped,
+    AdamW."""
     optimizer = reference.adamw(model.parameters())
     for step, num in enumerate(microbatches):
         before_step(step)

@@ -32,7 +32,7 @@ def _digest() -> str:
 
 
 def folder() -> Path:
-    """Where the extension of these sources lies, or will lie."""
+    """The folder of the extension that these sources build."""
     return HERE / "build" / f"{torch.__version__}-{_digest()[:12]}"
 
 
@@ -42,7 +42,7 @@ def _path() -> str:
 
 
 def missing_tool() -> str | None:
-    """What building needs and the machine does not have."""
+    """Returns the name of a tool that the build needs and this machine lacks, or None."""
     for tool in (os.environ.get("CXX", "g++"), "ninja"):
         if shutil.which(tool, path=_path()) is None:
             return tool
@@ -53,7 +53,7 @@ def build() -> None:
     """Compiles sources that are not compiled yet, in a process of its own.
 
     Raises:
-        RuntimeError: the compiler failed; with its output.
+        RuntimeError: The compiler failed. The message contains its output.
     """
     if (folder() / f"{NAME}.so").exists():
         return
@@ -84,7 +84,7 @@ def load() -> ModuleType:
 
 
 def main() -> None:
-    """Compiles, unless another process of the tests does: then waits for it."""
+    """Compile, or wait for another test process that is compiling."""
     folder().parent.mkdir(exist_ok=True)
     with (folder().parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

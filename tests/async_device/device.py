@@ -1,4 +1,4 @@
-"""The device ``deferred``, as Python programs know it: ``torch.deferred`` and its switches.
+"""The device ``deferred`` in Python: the module ``torch.deferred`` and its switches.
 
 :func:`install` brings the device into this process, for good. From then on
 ``torch.device("deferred")`` is the machine's accelerator, ``torch.deferred`` its module, and
@@ -45,7 +45,7 @@ def install() -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     dist.Backend.register_backend(NAME, _make_group, devices=[NAME])
     DEVICE = torch.device(NAME, 0)
-    # Threads that still run kernels while the process takes torch apart end it with a fault.
+    # Threads that still run kernels while the process unloads torch would crash it.
     atexit.register(_extension.synchronize, "exit")
 
 
@@ -55,7 +55,7 @@ def _make_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> 
 
 
 class Stream(torch.Stream):
-    """A stream of the device; also one that wraps an id."""
+    """A stream of the device: a new one, or a wrapper of an existing stream's id."""
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Stream:
         if ids:
@@ -80,7 +80,8 @@ class Stream(torch.Stream):
 
 
 def Event(enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-    """An event of the device. Not a subclass: ``torch.Event.elapsed_time`` refuses those."""
+    """An event of the device. Not a subclass, since ``torch.Event.elapsed_time`` rejects
+    subclasses."""
     return torch.Event(
         DEVICE, enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
     )
@@ -183,8 +184,8 @@ def delays(
         compute, copy, collective: seconds before each kernel, copy, collective.
         host: seconds before each submission, in the host.
         streams: seconds for each kernel, copy and collective of a stream, by its id.
-        seed: the figures are upper bounds of a uniform distribution, drawn from this seed, the
-            stream and the position of the job. None: the figures are waits.
+        seed: seconds are drawn uniformly between 0 and the given ones, from this seed, the stream
+            and the position of the job. None: delays are exactly the given seconds.
     """
     _ext().set_delays(compute, copy, collective, host, streams or {}, seed is not None, seed or 0)
     try:
@@ -196,7 +197,7 @@ def delays(
 
 @contextlib.contextmanager
 def held(stream: torch.Stream | None = None) -> Iterator[None]:
-    """Within the block ``stream``, or the current one, runs nothing that it is given.
+    """Within the block ``stream``, or the current one, runs no work enqueued after entry.
 
     The host must not wait for it there. A test of order that holds a stream depends on no clock.
     """
@@ -208,7 +209,7 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
         gate.open()
 
 
-# Frames of these files are not the program that waits.
+# The call site of a wait is the innermost frame outside these files.
 _LIBRARY = (str(Path(torch.__file__).parent), __file__, "<frozen")
 
 

@@ -1,6 +1,6 @@
 """Ranks that have the device: a pool of four processes of their own.
 
-A file of tests names the fixture: ``from tests.async_device import ranks as device``, and then
+To use the fixture, a test file imports it: ``from tests.async_device import ranks as device``, then
 ``ranks = device.ranks``.
 """
 

@@ -1,4 +1,4 @@
-"""One training run on the device and on the CPU, over the same ranks and with the same code.
+"""One training job, run on the device and on the CPU with the same ranks and code.
 
 The host reads nothing during a run: reading a value makes the host wait for the stream, which can
 hide a wait that is missing. Batches are on the device before the first step; losses and norms are
@@ -27,7 +27,7 @@ from tests.models import Small, Transformer, token_batch, vector_batch
 from tests.reference import Data, OptimizerMaker, full, make_data, sgd
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# The last level always, the others in ``make test-all``.
+# The ordinary tests run the last level, ``make test-all`` all of them.
 FULL_AND_THOROUGH = [
     *(pytest.param(each, marks=pytest.mark.thorough) for each in LEVELS[:3]),
     LEVELS[3],
@@ -41,9 +41,9 @@ class Job:
     """A model and how it is trained.
 
     Attributes:
-        sizes: of the mesh, (inner,) or (outer, inner).
+        sizes: sizes of the mesh, (inner,) or (outer, inner).
         num_micro: microbatches of a step; all but the last one run under ``no_sync()``.
-        options: further arguments of ``shard``, as items.
+        options: further arguments of ``shard``, as (name, value) pairs.
     """
 
     make_model: Callable[[], nn.Module] = field(default=functools.partial(Transformer, 2))
@@ -65,7 +65,7 @@ class Job:
         return make_data(self.make_batch, NUM_STEPS, self.num_micro, dist.get_world_size())
 
 
-# A job of three units with few kernels; further arguments are those of a job.
+# Makes a Job of three units with few kernels; accepts the other fields of Job.
 small_job = functools.partial(Job, functools.partial(Small, 2), vector_batch)
 
 
@@ -119,8 +119,8 @@ def train_with(
 def step_by_step(
     engine: fe.Engine, optimizer: torch.optim.Optimizer, num_steps: int = 4
 ) -> Callable[[int], None]:
-    """Returns a function that trains a step, of a number below ``num_steps``, on token batches that
-    are on the device already; the host reads nothing."""
+    """Returns ``step(number)``, which trains on one of ``num_steps`` token batches. The batches are
+    already on the device, and the host reads nothing."""
     device = engine.mesh.device
     batches = [on_device(token_batch(4, seed), device) for seed in range(num_steps)]
     model: Any = engine.model
@@ -140,7 +140,7 @@ def weights_of(engine: fe.Engine) -> dict[str, Tensor]:
 
 
 def state_of(engine: fe.Engine, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Weights and state of the optimizer, whole, on the CPU; a collective."""
+    """Full weights and optimizer state, on the CPU; a collective."""
     optimizer.state_dict()  # waits for the last copies of offloaded state
     found = weights_of(engine)
     for name, parameter in engine.model.named_parameters():
@@ -168,7 +168,7 @@ _ON_CPU: dict[Any, Result] = {}
 
 
 def on_cpu(job: Job) -> Result:
-    """:func:`train` on the CPU, which is done once for equal jobs of this process."""
+    """:func:`train` on the CPU. The result is cached for equal jobs in this process."""
     fields = (getattr(job, each.name) for each in dataclasses.fields(job))
     key = (dist.get_world_size(), *(each if callable(each) else repr(each) for each in fields))
     if key not in _ON_CPU:
@@ -202,6 +202,7 @@ def compare(job: Job, tolerance: float = 0.0, seed: int = 0, delay: float = 2e-4
 
 
 def random_delays(seed: int, delay: float = 2e-4) -> Any:
-    """Delays drawn from ``seed`` and the rank; those of collectives reach ten times ``delay``."""
+    """Delays drawn from ``seed`` and the rank, up to ``delay``, and ten times that for
+    collectives."""
     seed = seed * dist.get_world_size() + dist.get_rank()
     return on.delays(delay, delay, 10 * delay, delay / 4, seed=seed)

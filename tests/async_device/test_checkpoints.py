@@ -1,4 +1,4 @@
-"""Checkpoints of a run on the device hold the moment of the call, whatever streams still do."""
+"""A checkpoint of a run on the device has the values at the call, even if streams are behind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def prepare(level: str, device_type: str = on.NAME) -> tuple[fe.Engine, torch.op
 
 
 def run_steps(engine: fe.Engine, optimizer: torch.optim.Optimizer, data: Any) -> None:
-    """The steps of ``train_with``; reads nothing, and waits for nothing when they are issued."""
+    """The steps of ``train_with``; the host reads nothing and does not wait for the device."""
     model: Any = engine.model
     for (parts,) in data:
         model(*on_device(parts[dist.get_rank()], engine.mesh.device)).backward()
@@ -69,8 +69,8 @@ def save_while_training(level: str, folder: str) -> None:
     with torch.deferred.stream(torch.deferred.Stream()):
         engine, optimizer = prepare(level)
         checkpointer = fe.Checkpointer(folder, engine, optimizer)
-        # Compute is slow: the last step's kernels have not run when `save_async` is called, and
-        # those of later steps overwrite weights and state while files are written.
+        # Compute is slow: when `save_async` is called, the last step's kernels have not run.
+        # Kernels of later steps overwrite weights and state while files are written.
         with on.delays(compute=1e-3, copy=5e-3, collective=2e-3):
             run_steps(engine, optimizer, data)
             checkpointer.save_async(1)
@@ -95,8 +95,8 @@ def test_an_asynchronous_save_holds_the_moment_of_the_call_bit_for_bit(
 
 
 def race_shows(folder: str, delay: float) -> bool:
-    """Whether a save differs whose copy does not wait for a stream with jobs that take ``delay``
-    seconds."""
+    """Save without waiting for the compute stream, whose jobs take ``delay`` seconds each. Returns
+    whether the checkpoint is wrong."""
     with (
         torch.deferred.stream(torch.deferred.Stream()),
         on.delays(compute=delay, copy=5 * delay),
@@ -104,8 +104,8 @@ def race_shows(folder: str, delay: float) -> bool:
     ):
         engine, optimizer = prepare(LEVEL_3)
         checkpointer = fe.Checkpointer(folder, engine, optimizer)
-        # What the copy has not overwritten yet is of another step: memory may come back with
-        # what an earlier run left there.
+        # Bytes that the copy has not written yet must differ from the right ones: the memory may
+        # still hold them from an earlier run. So this first saves another step.
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save(0)
         patch.setattr(checkpointer_module.copy_lanes, "finish_compute", lambda device: None)
@@ -120,7 +120,8 @@ def race_shows(folder: str, delay: float) -> bool:
 
 
 def save_with_a_copy_that_races(folder: str) -> None:
-    # A host that is slow, since others use it, calls the save after short jobs.
+    # If the host is busy and slow, short jobs have ended before it calls the save, so try longer
+    # ones.
     delays = (1e-3, 1e-2, 5e-2, 1e-2, 5e-2, 0.2)
     assert any(race_shows(f"{folder}/{number}", each) for number, each in enumerate(delays))
 

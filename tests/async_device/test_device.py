@@ -1,5 +1,5 @@
 """The device reveals mistakes: reads of memory that the host cannot reach, NaN in new memory,
-errors of kernels, and host syncs, which it counts. It has the interface that torch expects."""
+errors of kernels. It counts host syncs and has the interface that torch expects."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_new_memory_is_nan_and_a_kernel_that_fails_raises_at_the_next_wait() -> 
     with pytest.raises(RuntimeError, match="failed on the device"):
         torch.accelerator.synchronize()
     assert found.shape == (1, 2)
-    assert x.sum().item() == 3  # said once
+    assert x.sum().item() == 3  # the error is raised only once
 
 
 @on_ranks(1)

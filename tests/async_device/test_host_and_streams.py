@@ -92,7 +92,7 @@ def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradi
     for level in LEVELS:
         model = Towers()
         before = copy.deepcopy(model.state_dict())
-        # Where parameters are cut, ranks have to use the same units.
+        # Where parameters are sharded, all ranks must use the same units.
         units = [] if level == "optim_grads_params" else list(model.towers)
         engine = fe.shard(model, units=units, strategy=level)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5, foreach=False)
@@ -109,7 +109,7 @@ def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradi
         torch.accelerator.synchronize()
         with on.count_host_syncs() as syncs, on.held():
             step()  # would never end if it waited for the held stream
-        # Rank 1 waits for the other host's answer, beside what the device has to do.
+        # Rank 1 waits for the other host's answer, and no rank for work of the device.
         assert all(site.startswith("step_message.py") for _, site in syncs), syncs
         assert sum(syncs.values()) <= 1, syncs
         after = engine.full_state_dict()
@@ -148,13 +148,13 @@ def test_a_unit_is_cast_while_the_link_is_busy_with_another() -> None:
     ended: list[bool] = []
 
     def before(module: nn.Module, args: object) -> None:
-        """The gathers of two units are issued, and the link does not move."""
+        """The gathers of two units are issued, and the stream of gathers is held."""
         states = {(unit.state is State.GATHERING, unit.uses > 0) for unit in (first, second)}
         assert states == {(True, False), (False, True)}
         copy_in.synchronize()
         ended.append(link.query())
 
-    with torch.no_grad():  # the host waits in the first use, in which values are compared
+    with torch.no_grad():  # the first forward has a host sync, since it compares values
         model(torch.ones(2, 64, device=on.DEVICE))
     model[0].register_forward_pre_hook(before)
     torch.accelerator.synchronize()
@@ -247,7 +247,7 @@ def test_collectives_of_a_backend_that_is_not_the_devices_own_are_waited_for() -
 
 @on_ranks(2)
 def test_a_mesh_whose_collectives_do_not_wait_for_streams_is_refused() -> None:
-    """torch's MPI, which needs a torch of its own: its name alone is tried."""
+    """Only the backend's name is patched: torch's MPI needs a special build of torch."""
     model = blocks_of(1)
     refuses = pytest.raises(ValueError, match=r"expected a backend for deferred tensors .* MPI")
     with patch.object(mesh_module, "name_of_backend", return_value="mpi"), refuses:
@@ -287,7 +287,7 @@ def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
 
     with patch.object(mesh_module, "all_reduce_", note):
         mesh = fe.shard(blocks_of(2)).mesh
-        fe.shard(blocks_of(2))  # has them
+        fe.shard(blocks_of(2))  # reuses the communicators
     ends = [mesh.inner.gather_group, mesh.inner.reduce_group]
     assert connected == [*ends, mesh.message_group]
     assert mesh.control_group in ends
@@ -296,7 +296,8 @@ def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
 
 @on_ranks(4)
 def test_backward_goes_on_while_the_outer_axis_is_reduced() -> None:
-    """Staging is read by the reductions along the inner axis alone."""
+    """Only reductions along the inner axis read staging buffers, so outer ones do not block
+    them."""
     mesh = init_device_mesh(on.NAME, (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     engine = fe.shard(model, mesh, "optim_grads_params", "optim", units=list(model))

@@ -1,4 +1,4 @@
-"""Each place at which the engine's lanes wait is needed: without it weights are wrong.
+"""Each wait of the engine's lanes is necessary: without it weights are wrong.
 
 ``waits.py`` leaves them out one by one; ``benchmarks/missing_waits.py`` writes the table of
 ``docs/internals/devices.md``.

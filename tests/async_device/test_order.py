@@ -1,4 +1,4 @@
-"""Planted defects are seen as wrong numbers, and the right programs beside them are right.
+"""Planted defects give wrong numbers; the same programs without them give right ones.
 
 Streams are held instead of slowed: no test here depends on a clock.
 """
@@ -46,7 +46,7 @@ def test_memory_that_another_stream_reads_is_reused_at_once_unless_it_is_recorde
 def test_a_block_is_filled_with_nan_before_it_is_used_again() -> None:
     x = torch.full((777,), 3.0, device=on.DEVICE)
     address = x.data_ptr()
-    # Not when it is freed: others may read it until its own stream is made to wait for them.
+    # A freed block is not filled at once: until its own stream waits, other streams may read it.
     side = torch.deferred.Stream()
     torch.accelerator.synchronize()
     with on.held(side):
@@ -71,7 +71,7 @@ def test_pinned_memory_that_is_overwritten_too_early_copies_the_wrong_numbers(wa
         event = torch.deferred.Event()
         event.record()
         scaled = copied * number
-        number.fill_(50.0)  # operands of the host count as they were at the call
+        number.fill_(50.0)  # CPU operands are read at the call
         target.copy_(copied, non_blocking=True)
         assert (target == 0).all()
         if not waits:

@@ -1,5 +1,5 @@
-"""What torch adds to a training loop, on the device: its FSDP2's names, compiled units, activation
-checkpointing, fused and foreach optimizers."""
+"""Features of torch on the device: FSDP2's names, compiled units, activation checkpointing, fused
+and foreach optimizers."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_compiled_units_train_as_on_the_cpu(level: str, job: Job) -> None:
     expected = train_compiled(job, "cpu")
     with random_delays(seed=2):
         found = train_compiled(job, on.NAME)
-    # Decompositions of attention and norms are other kernels than those of the CPU.
+    # Decompositions of attention and norms use other kernels than the CPU, which round differently.
     assert not differences(found, expected, 1e-6)
     assert not differences(found, on_cpu(job), 1e-6)
 

@@ -2,14 +2,14 @@
 
 A wait orders a stream, the *waiter*, behind the work that another one, its *source*, had when the
 event was recorded. The first patterns of delays slow the source alone: then the waiter is ahead of
-it. What makes an access that comes too early visible:
+it. Three measures make a premature access visible:
 
 - Memory that the engine takes or frees is filled with NaN, by a kernel on the model's stream. This
-  stands for an activation that had the memory before, or that the allocator gives it to.
+  imitates an activation in that memory before or after the engine's use.
 - Units are blocks of one size, more than are gathered ahead, so that memory is reused.
 - Delays hold from the step before until the step after, and the host waits for nothing meanwhile.
 
-A wait is *implied* if the waiter has waited for as much of the source's work before.
+A wait is *implied* if earlier waits of the waiter cover the same work of the source.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Block(nn.Module):
 
 
 class Model(Chain):
-    """Blocks and a head. The gradient of ``shift`` makes backward read all of them."""
+    """Blocks and a head. The gradient of ``shift`` makes backward read the weights of all
+    layers."""
 
     def __init__(self) -> None:
         super().__init__(*(Block() for _ in range(NUM_BLOCKS)))
@@ -66,8 +67,8 @@ class Model(Chain):
 
 
 class DecayingModel(Model):
-    """Its forward scales the weights of each layer just ahead of their gather, while the layer
-    before runs. Without it only the first gather after an optimizer's step reads new weights."""
+    """Forward scales each layer's weights just before their gather, while the previous layer runs.
+    Otherwise only the first gather after an optimizer step would read new weights."""
 
     def predict(self, x: Tensor) -> Tensor:
         x = x + self.shift
@@ -80,7 +81,7 @@ class DecayingModel(Model):
 
 
 def square_batch(rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """As many rows as columns: activations are as large as weights, and get their memory."""
+    """As many rows as columns: activations are as large as weights, and may reuse their memory."""
     return vector_batch(DIM, seed, width=DIM)
 
 
@@ -95,7 +96,7 @@ def job(pair: tuple[str, str], num_micro: int = 1, model: Any = Model, **fields:
 LEVEL_3 = ("optim_grads_params", "no_shard")
 TWO_AXES = ("optim_grads_params", "optim")
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
-# What a program is, for people, and the program. All are of two ranks, but the last.
+# Description and job of each program. Each runs on two ranks, except the last.
 PROGRAMS: dict[str, Job] = {
     "`optim_grads_params`": job(LEVEL_3),
     "two microbatches": job(LEVEL_3, num_micro=2),
@@ -112,7 +113,7 @@ PROGRAMS: dict[str, Job] = {
 class Wait:
     """A wait of a steady step."""
 
-    number: int  # of the program's waits
+    number: int  # its position among the waits of the program
     place: str  # see ``place``
     waiter: str  # name of a lane
     source: str  # name of a lane
@@ -124,14 +125,15 @@ class Watch:
 
     def __init__(self) -> None:
         self.waits: list[Wait] = []
-        # By event: the lane, and how many jobs its stream had been given.
+        # By event: the lane, and the number of jobs that its stream had been given.
         self._recorded: dict[Any, tuple[str, int]] = {}
-        # By the stream that waits and the lane: of how many jobs it has waited for the end.
+        # By waiting stream and source lane: number of the lane's jobs that the stream has waited
+        # for.
         self._reached: dict[tuple[Any, str], int] = {}
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Within it waits are noted."""
+        """Record waits within the block."""
         record, wait_of_lane, wait = DeviceLane._record, DeviceLane.wait, on.Stream.wait_event
         lanes: list[DeviceLane] = []
 
@@ -166,7 +168,8 @@ class Watch:
 
 
 def place() -> str:
-    """The innermost function of the engine above its lanes, as "file.function"."""
+    """The innermost engine function in the call stack outside ``comm`` and ``memory``, as
+    "file.function"."""
     frame = sys._getframe(2)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
@@ -178,7 +181,8 @@ def place() -> str:
 
 @contextmanager
 def memory_is_overwritten() -> Iterator[None]:
-    """Within it the engine fills memory that it takes or frees with NaN, on the current stream."""
+    """Within the block the engine fills memory that it takes or frees with NaN, on the current
+    stream."""
     fill, free = TransientStorage.fill, TransientStorage.free
 
     def overwrite(storage: TransientStorage) -> None:
@@ -204,7 +208,7 @@ def memory_is_overwritten() -> Iterator[None]:
 
 
 def unchecked(watch: WrittenWeights, *, ranks_differ: bool) -> None:
-    """Forgets the weights that forward has written."""
+    """Replacement of ``WrittenWeights.check`` that resets the watch and compares nothing."""
     del ranks_differ
     watch.reset()
 
@@ -213,9 +217,9 @@ Delays = dict[str, Any]
 
 
 def patterns(wait: Wait, rank: int) -> Iterator[Delays]:
-    """Delays of this rank, those that show most missing waits first. ``lane``: the name of a lane
-    whose jobs take ``seconds``; else arguments of ``delays``."""
-    # Of the model's stream many jobs stand before an event, of another lane one or two.
+    """Delays of this rank. The first patterns detect most missing waits. A dict with ``lane`` slows
+    each job of that lane by ``seconds``; any other holds arguments of ``delays``."""
+    # Before an event there are many jobs on the model's stream, but only one or two on other lanes.
     seconds = 1e-3 if wait.source == COMPUTE else 6e-3
     yield {"lane": wait.source, "seconds": seconds}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 0)}
@@ -237,7 +241,7 @@ class Program:
         again, _, _ = self.run()
         assert torch.equal(again, self.right)
         assert self.right.isfinite().all()
-        # Of the second step; their effect shows in the third.
+        # Waits of the second step: their effect shows in the third.
         self.waits = [wait for wait in waits if counts[0] <= wait.number < counts[1]]
 
     def run(
@@ -253,7 +257,8 @@ class Program:
         counts: list[int] = []
         with ExitStack() as stack:
             stack.enter_context(memory_is_overwritten())
-            # A wrong weight shall be found in the weights, and not raise before.
+            # Wrong values must show in the final weights, so the engine must not raise an error
+            # before.
             stack.enter_context(mock.patch.object(WrittenWeights, "check", unchecked))
             stack.enter_context(on.without_wait(dropped))
             stack.enter_context(watch.noting())
@@ -271,7 +276,8 @@ class Program:
         return weights, counts, watch.waits
 
     def first_pattern(self, wait: Wait) -> int | None:
-        """Which pattern of delays first gives wrong weights without ``wait``, on any rank."""
+        """Index of the first pattern of delays with which a run without ``wait`` gives wrong
+        weights on any rank; None if all are right."""
         for number, delays in enumerate(patterns(wait, dist.get_rank())):
             found, _, _ = self.run(wait.number, delays)
             is_wrong = torch.tensor(float(not torch.equal(found, self.right)))

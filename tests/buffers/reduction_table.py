@@ -1,5 +1,5 @@
-"""The table of docs/internals/levels.md on the reductions of each strategy, from traced steps:
-``python -m tests.buffers.reduction_table --write`` writes it.
+"""Makes the table of reductions in docs/internals/levels.md from traced steps of each strategy:
+``python -m tests.buffers.reduction_table --write``.
 
 Four ranks, two on each axis, run two microbatches of a model whose gradients are 1 on every rank.
 Each collective of gradients is recorded with the tensors that it reads and writes.
@@ -116,7 +116,8 @@ def recorded(calls: list[Collective]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """The reduction of one axis: when, the scale before and after, the collectives."""
+    """The reduction of one axis: in which microbatches, the scale before and after, the
+    collectives."""
 
     axis: str
     when: str
@@ -159,7 +160,7 @@ def reductions(strategy: Strategy, policy: fe.MixedPrecisionPolicy) -> list[Step
 
 
 def all_reductions() -> dict[str, list[list[Step]]]:
-    """By strategy the steps of each policy; on :data:`WORLD` ranks."""
+    """The steps of each policy, by strategy; on :data:`WORLD` ranks."""
     return {
         f"`{each.inner.name}`, `{each.outer.name}`": [
             reductions(each, policy) for policy in POLICIES.values()

@@ -1,6 +1,6 @@
 """When gradients are held: from a unit's first reduction until they are cleared, and no longer.
 
-What users keep of them stays as it is.
+Gradients that the user holds on to do not change.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def test_between_steps_as_much_is_held_as_before_the_first(strategy: str, clear:
     model, engine, optimizer = make(strategy)
     rest = sum(buffer.grads.rest_bytes for buffer in engine.buffers)
     before = engine.memory_bytes()
-    if strategy == "no_shard":  # gradients that are whole stay after the first
+    if strategy == "no_shard":  # unsharded gradients stay allocated after the first step
         before["grad"] = rest
     for number in range(3):
         backward(model, number)
@@ -126,7 +126,7 @@ def test_main_grad_stays_where_it_is(strategy: str, zero: bool) -> None:
         backward(ddp, number)
         ddp.finish_grad_sync()
         step(optimizer)
-        # If gradients are not sharded it is published, and holds the accumulated gradient.
+        # Unsharded gradients: main_grad is published, and holds the accumulated gradient.
         assert bool(places) == (strategy in ("no_shard", "optim"))
         assert [main.data_ptr() for main in mains if main is not None] == places
         assert all(main.isfinite().all() for main in mains if main is not None)
@@ -160,7 +160,7 @@ def test_what_users_keep_of_cleared_gradients_stays_as_it_is(strategy: str, how:
             copies.append(local(kept[-1]).clone())
         step(optimizer, other)
         if strategy != "no_shard":
-            assert held(engine) == 0  # it is the user's now
+            assert held(engine) == 0  # the user's tensors have their own memory
     assert all(torch.equal(local(one), two) for one, two in zip(kept, copies, strict=True))
     found, expected = full_weights(model), full_weights(plain)
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -54,7 +54,7 @@ def gradient_of(model: nn.Module) -> Tensor:
 def test_each_backward_adds_the_mean_over_all_ranks_to_what_is_reduced(
     strategy: str, outer: str, average: bool, fused: bool
 ) -> None:
-    """Exactly: integers, so that no order of summation matters."""
+    """Exact: gradients are integers, so that the order of sums does not matter."""
     options = fe.Options(average_in_collective=average, scale_while_copying=fused)
     model = nn.Linear(3, 50, bias=False)
     engine = fe.shard(model, mesh_of(2, 2), strategy, outer, options=options)
@@ -122,7 +122,7 @@ def test_the_gradient_of_a_full_parameter_is_dropped_as_soon_as_it_is_written() 
             )
         x, y = vector_batch(2, dist.get_rank())
         x.requires_grad_()
-        # The last event of backward: the gradients of all parameters have come.
+        # The input's gradient is the last of backward: all parameters have got theirs.
         x.register_hook(
             lambda _, seen=seen, alive=alive: alive.append(sum(p.grad is not None for p in seen))
         )

@@ -39,9 +39,8 @@ class Spy(nn.Module):
         return self.linear(x.to(self.linear.weight.dtype))
 
 
-# A row has the dtype of the model, the policy and the dtype of the input; then the dtypes of
-# weights and inputs in blocks, of parameters and of gradients; and whether parameters are sharded
-# tensors at the first level, too.
+# Each row: dtype of the model, policy, dtype of the input; dtypes of weights and inputs in blocks,
+# of parameters, of gradients; whether parameters are sharded tensors even at the first level.
 DTYPES: list[tuple[torch.dtype, Policy, torch.dtype, Any, Any, Any, bool]] = [
     (FP32, Policy(), FP32, (FP32, FP32), FP32, FP32, False),
     (FP32, Policy(param_dtype=BF16), FP32, (BF16, BF16), FP32, FP32, True),
@@ -99,7 +98,7 @@ def test_updates_too_small_for_bf16_are_not_lost() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert torch.equal(full_weights(model)["weight"], torch.full((3, 4), 1 - 2.0**-7))
-        # One step is below the resolution of bf16 at 1, and rounds back; eight are seen.
+        # One update is too small to change a bf16 weight of 1; eight together change it.
         assert outputs[1] == 4.0
         assert model(torch.ones(1, 4))[0, 0].item() == 4 * (1 - 2.0**-7)
 
@@ -145,9 +144,9 @@ def gradient_of_big_and_small(
     return gradient
 
 
-# In bf16 1024 + 1 is 1024: eight bits. The mean of 4096, 4, 4, 4 is 1027.
+# In bf16, with 8 significant bits, 1024 + 1 is 1024. The mean of 4096, 4, 4, 4 is 1027.
 EXACT, LOST = 1027.0, {1024.0, 1026.0, 1028.0}
-# Gradients may travel in bf16 and be summed in fp32: by a dtype, or by a flag.
+# Two ways to send gradients in bf16 and sum them in fp32: a dtype, or a flag.
 WIRES: dict[str, tuple[Policy, dict[str, bool]]] = {
     "grad_comm_dtype": (Policy(param_dtype=BF16, grad_comm_dtype=BF16), {}),
     "sum_in_fp32": (Policy(param_dtype=BF16), {"sum_in_fp32": True}),
@@ -179,7 +178,7 @@ def test_gradients_may_travel_in_bf16_and_be_summed_in_fp32(
 ) -> None:
     policy, options = WIRES[way]
     gradient = gradient_of_big_and_small(strategy, outer, policy, **options)
-    # Each axis' sum is fp32; between two axes the wire rounds it: 1025 becomes 1024.
+    # Each axis sums in fp32; the send along the second axis rounds to bf16: 1025 becomes 1024.
     assert gradient.dtype == FP32
     assert (gradient - EXACT).abs().max() <= 3.0
 
@@ -189,7 +188,7 @@ def test_gradients_may_travel_in_bf16_and_be_summed_in_fp32(
 def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) -> None:
     policy, options = WIRES[way]
     for strategy in LEVELS:
-        for num_elements in (64, 66, 3):  # also those that the ranks do not divide
+        for num_elements in (64, 66, 3):  # also sizes that the number of ranks does not divide
             gradient = gradient_of_big_and_small(
                 strategy, None, policy, num_elements=num_elements, **options
             )
@@ -197,7 +196,7 @@ def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) ->
             assert torch.equal(gradient, torch.full((num_elements,), EXACT)), strategy
 
 
-# In fp16 the next power of two to be a zero is 2 ** -25.
+# In fp16 2 ** -24 is the smallest number; 2 ** -25 rounds to zero.
 SMALL = 2.0**-23
 
 

@@ -1,4 +1,4 @@
-"""The table of reductions in docs/internals/levels.md is that of a traced step of each strategy."""
+"""The table of reductions in docs/internals/levels.md equals the traced steps."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def sharded(
 
 
 def assert_answers(model: Any, alone: nn.Module, tokens: Tensor) -> None:
-    """As ``alone`` in the dtype of the model's output."""
+    """The model's output equals that of ``alone``, converted to the output's dtype."""
     found = model(tokens)
     expected = copy.deepcopy(alone).to(found.dtype)(tokens)
     torch.testing.assert_close(found, expected)
@@ -231,7 +231,7 @@ def test_values_that_are_put_into_other_memory_are_the_weights() -> None:
     model.bias.data = torch.full((4,), dist.get_rank() + 5.0)
     engine.broadcast_params()
     assert torch.equal(model.bias, torch.full((4,), 5.0))
-    assert torch.equal(old, values), "memory that is the user's"
+    assert torch.equal(old, values), "the user's tensor must not change"
     model.bias.data = old
     assert torch.equal(engine.full_state_dict()["bias"], values)
 

@@ -31,7 +31,8 @@ class Grouped(nn.Module):
 
 
 class Layer(nn.Module):
-    """A linear that all share, ``num`` experts as modules, and as many in one tensor."""
+    """A linear shared by all ranks, ``num`` experts as modules, and ``num`` experts in one
+    tensor."""
 
     def __init__(self, num: int) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class Model(nn.Module):
 
 
 def own_part(name: str, value: Tensor, rank: int, size: int) -> tuple[str, Tensor | None]:
-    """This rank's name for a weight of the whole model, and its part; None: another rank's."""
+    """This rank's name and part of a weight of the unsharded model; None: not on this rank."""
     each = NUM_EXPERTS // size
     if ".experts." in name:
         before, rest = name.split(".experts.")
@@ -78,8 +79,8 @@ def own_part(name: str, value: Tensor, rank: int, size: int) -> tuple[str, Tenso
 def built(
     size: int, level: str, seed: int, *, on_meta: bool = False, values: str = "same"
 ) -> tuple[fe.Engine, int]:
-    """The model with experts cut over ``size`` ranks, from one whole model's weights; and which of
-    these ranks this one is."""
+    """A model whose experts are spread over ``size`` ranks, with the values of one full model, and
+    this rank's index among them."""
     world = dist.get_world_size()
     if size == 1:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""An optimizer's state that is saved by one job and loaded by another, against one process."""
+"""One job saves an optimizer's state and another loads it; one process is the reference."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class PlainState(torch.optim.Optimizer):
 
 
 def check_plain_dict_state(wrap: Callable[[Any], Any], **options: Any) -> None:
-    """State in a plain dict is resumed before the first step and after two."""
+    """State in a plain dict is saved and resumed, before the first step and after two steps."""
     folder = shared_folder()
     torch.manual_seed(0)
     alone = Mlp()
@@ -145,7 +145,7 @@ def check_plain_dict_state(wrap: Callable[[Any], Any], **options: Any) -> None:
 
 
 def without(key: str) -> Any:
-    """``write_entries`` that leaves a state of one parameter out."""
+    """A ``write_entries`` that leaves out one state of one parameter."""
     write = folder_module.write_entries
 
     def write_others(entries: dict[str, Any], *rest: Any) -> None:

@@ -30,7 +30,7 @@ from tests.pool import Ranks
 from tests.training import mesh_of
 
 NUM_STEPS = 2
-TIED = {"blocks.6.up.weight": "blocks.2.up.weight"}  # dropped and kept name in Everything
+TIED = {"blocks.6.up.weight": "blocks.2.up.weight"}  # names in Everything: {dropped: kept}
 
 
 class Everything(models.Regression):
@@ -52,7 +52,7 @@ class Everything(models.Regression):
 
 
 class Counting(nn.Module):
-    """Has no weights, and a state that is no tensor: how often it was called, by two names."""
+    """Has no weights; its state, which is no tensor, counts calls under two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,8 @@ def shard(model: nn.Module, config: Config) -> fe.Engine:
 
 
 def two_groups(model: nn.Module, *, swap: bool = False, lr: float = 1e-2) -> torch.optim.AdamW:
-    """Weights decay, the rest does not and has another rate and betas; frozen ones are left out."""
+    """Matrices have weight decay; other parameters have none, and their own rate and betas. Frozen
+    parameters are left out."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": 0.1, "lr": lr},
@@ -117,7 +118,8 @@ def contents(model: nn.Module, optimizer: Any = None, *, whole: bool = True) -> 
 
 
 def different(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Keys whose values are not the same in every bit. Of slices in ``found``, their elements."""
+    """Keys whose values differ in any bit. A slice in ``found`` is compared with the same
+    elements."""
     keys = found.keys() ^ expected.keys()
     return [f"only in one: {key}" for key in sorted(keys)] + [
         f"{key}: {found[key]}, expected {expected[key]}"
@@ -147,7 +149,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int, width:
 
 
 def add_one(model: nn.Module, engine: fe.Engine | None = None) -> None:
-    """Other weights, which no checkpoint has."""
+    """Change all weights, to values that no checkpoint has."""
     with torch.no_grad():
         for param in model.parameters():
             param.add_(1)
@@ -174,7 +176,8 @@ def label(config: Config) -> str:
 
 
 def all_configs() -> dict[int, list[Config]]:
-    """By world size; 0 is one process without a process group. Options are strewn in."""
+    """Configs by world size; 0 is one process without a process group. Some have further
+    options."""
     four = [
         {"strategy": s.inner.name, "outer": s.outer.name, "shape": (2, 2), "wrap": number % 2}
         for number, s in enumerate(ALL_STRATEGIES)
@@ -223,7 +226,7 @@ class Values:
 
 
 class Ema:
-    """An average of weights, as the documentation has it."""
+    """An average of weights, written as in the documentation."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -293,7 +296,7 @@ def raises_each(*rows: tuple[type[Exception], str, Callable[[], Any]]) -> None:
 
 
 def most_allocated(function: Callable[[], Any]) -> int:
-    """Most bytes of tensors that a function held at one time beyond those it found."""
+    """Peak bytes of tensors that a function allocates, beyond those at its start."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -327,7 +330,8 @@ def failing(
     after: int = 0,
     counter: Iterator[int] | None = None,
 ) -> Iterator[None]:
-    """After so many calls, counted alone or by ``counter``, a function raises as on a full disk."""
+    """Make a function raise after ``after`` calls, as on a full disk. ``counter`` counts calls of
+    several functions together."""
     original, counter = getattr(owner, name), counter or itertools.count()
 
     def fails(*args: Any, **kwargs: Any) -> Any:
@@ -358,7 +362,7 @@ def byte_of(folder: str | Path, key: str) -> tuple[Path, int]:
 
 
 def without_sums(folder: Path) -> None:
-    """As plain DCP, or an older version of the engine, would have written it."""
+    """Remove the checksums, which plain DCP and older versions of the engine do not write."""
     metadata = read_metadata(folder)
     vars(metadata).pop("fsdp_engine_sums")
     (folder / METADATA).write_bytes(pickle.dumps(metadata))

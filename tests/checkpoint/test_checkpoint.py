@@ -48,12 +48,12 @@ def test_a_weight_is_written_once_and_the_ranks_share_the_work() -> None:
     folder = Path(shared_folder())
     on_rank_0(lambda: (folder / "notes.txt").write_text("mine"))
     weights = 8 * 64 * 64 * 4
-    for strategy in LEVELS:  # again and again into one folder
+    for strategy in LEVELS:  # each level overwrites the same folder
         model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
         save_checkpoint(folder, fe.shard(model, strategy=strategy))
         dist.barrier()
         sizes = [file.stat().st_size for file in folder.iterdir()]
-        assert len(sizes) == 4 + 2  # a file for each rank, the metadata, and the user's
+        assert len(sizes) == 4 + 2  # a file for each rank, the metadata, and notes.txt
         assert weights < sum(sizes) < 1.5 * weights
         dist.barrier()
     assert (folder / "notes.txt").read_text() == "mine"
@@ -63,7 +63,7 @@ def test_a_weight_is_written_once_and_the_ranks_share_the_work() -> None:
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """Within it, writing more fails, as on a full disk."""
+    """Within the block, writing a larger file fails, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -78,7 +78,7 @@ def test_a_save_that_fails_leaves_nothing_or_the_older_checkpoint_whole() -> Non
     engine = fe.shard(model)
     faults: dict[str, Callable[[], Any]] = {
         r"File too large.*checkpoint/__shards_": lambda: files_of_at_most(1 << 14),
-        # What rank 1 has to write is missing.
+        # The write of rank 1's data fails.
         r"writing failed .*No space left": lambda: failing(Writer, "write_data", on_rank=1),
         r"writing failed .*No space left on": lambda: failing(Writer, "finish"),
     }
@@ -105,7 +105,7 @@ def test_a_save_that_fails_leaves_nothing_or_the_older_checkpoint_whole() -> Non
         assert load_checkpoint(folder, engine) == {"which": "third"}
 
 
-# --- what does not fit ---
+# --- mismatches ---
 
 
 def made(change: Callable[[Transformer], None] = lambda model: None) -> Any:

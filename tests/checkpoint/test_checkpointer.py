@@ -1,4 +1,4 @@
-"""The checkpointer: complete or not there, whatever ranks load, whatever goes wrong."""
+"""A checkpoint is complete or absent, on any ranks and after any failure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ from tests.reference import full_weights
 
 
 def go_on(folder: str, seed: int, saves: bool) -> list[Any]:
-    """What random generators, the scheduler and the place in the data do after a checkpoint."""
+    """The following random numbers, learning rates and positions in the data, after a save or a
+    load."""
     _, engine, optimizer = small(steps=0)
     torch.manual_seed(seed + dist.get_rank())
     random.seed(seed)
@@ -123,7 +124,7 @@ def test_the_moment_of_the_call_is_saved_though_training_goes_on() -> None:
     model, engine, optimizer = small()
     checkpointer = fe.Checkpointer(folder, engine, optimizer, keep=5)
     with held_up_writes() as go:
-        for number in range(2):  # the second takes the first one's memory again
+        for number in range(2):  # the second save reuses the memory of the first
             before = contents(model, optimizer)
             checkpointer.save_async(number)
             assert CheckpointDirectory(Path(folder)).complete().keys() == set(range(number))
@@ -184,11 +185,13 @@ def test_many_that_are_closed_leave_no_files_no_threads_and_no_keys_in_the_store
         held = [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]
         counts.append([*held, store.num_keys()])
         dist.barrier()
-    # Libraries open what they need once; a thread that has ended may be seen for a moment.
+    # Descriptors must not grow: libraries open theirs once. A thread that has ended may be listed
+    # for a moment.
     assert counts[-1][0] <= counts[1][0], counts
     assert counts[-1][1] <= counts[1][1] + 2, counts
-    # The first one writes counters that later ones raise. Threads that look after ranks write keys,
-    # too, when they start; two a Checkpointer would be fourteen.
+    # The number of keys must not grow with checkpointers: two keys for each would be fourteen. The
+    # first checkpointer writes counters, which later ones increment. Threads that monitor ranks
+    # write keys, too, when they start.
     assert counts[-1][2] - counts[0][2] < 4, counts
     engine.full_state_dict()  # the engine's own groups stay
     checkpointer.save(3)  # a closed checkpointer opens again
@@ -472,7 +475,7 @@ def test_ranks_that_call_different_checkpointers_are_an_error_on_all() -> None:
     of_other = fe.Checkpointer(f"{folder}/other", small()[1])
     with pytest.raises(ValueError, match="same checkpointer"):
         (regular if dist.get_rank() == 0 else of_other).save(4)
-    # A name that each rank made itself is no mistake: rank 0 decides.
+    # Different names on each rank are accepted: all ranks use rank 0's.
     own = fe.Checkpointer(f"{folder}/of-{dist.get_rank()}", engine, optimizer)
     own.save(5)
     assert own.steps() == [5]
@@ -490,7 +493,7 @@ def test_a_rank_that_calls_something_else_is_named_with_its_call() -> None:
     with pytest.raises(RuntimeError, match=expected):
         call()
     if dist.get_rank() == 1:
-        checkpointer.close()  # after a save that has ended, no rank needs the others
+        checkpointer.close()  # closing needs no other rank, since no save is pending
     assert not os.path.exists(f"{folder}/exported/model.safetensors")
 
 
@@ -504,7 +507,7 @@ def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Pa
         files={"a": manifest_module.FileRow(10, "00000001")},
         libraries=manifest_module.library_versions(),
     )
-    # Older code refuses a part of a model, and does not know the place of a stage.
+    # Older versions must refuse the later manifests: of a part of a model, and of a stage.
     part = dataclasses.replace(plain, trainable_only=True)
     stage = dataclasses.replace(part, stage={"pp": "1 of 2"})
     tied = dataclasses.replace(plain, ties={"b": "a"})
@@ -516,7 +519,7 @@ def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Pa
         assert content["format_version"] == version
 
     def changed(field: str, value: Any) -> str:
-        """The same with another value, and the checksum of that."""
+        """The manifest's text with one value changed and a valid checksum."""
         whole = json.dumps(content | {field: value, "crc32": "0" * 8}, indent=1)
         return whole.replace("0" * 8, f"{zlib.crc32(whole.encode()):08x}", 1)
 
@@ -621,7 +624,7 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert not different(contents(model, optimizer), before)
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
     assert different(contents(model, optimizer), before)
-    # A sharded tensor is read with the weights, and its object gets its state afterwards.
+    # A sharded tensor is read together with the weights; its object gets the state only afterwards.
     shadow = {"data": Values(next(model.parameters()).detach().clone())}
     with closing(fe.Checkpointer(folder, engine, optimizer, extra=shadow)) as saver:
         saver.save(2)
@@ -734,7 +737,8 @@ def test_other_ranks_are_warned_that_random_states_stay(
 ) -> None:
     folder = str(tmp_path)
     ranks.run(save_there, folder, drawing, world_size=2)
-    # The second save follows a load, and nothing is drawn after it: the run has drawn before.
+    # The second save follows a load, without random numbers after it. It counts as drawing, because
+    # the run drew before.
     assert ranks.run(warnings_there, folder, True, world_size=2) == [[], []]
     for again in (True, False):
         (texts, *others) = ranks.run(warnings_there, folder, again, world_size=3)

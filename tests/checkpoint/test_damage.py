@@ -1,5 +1,5 @@
-"""Damaged and hostile checkpoints: seen by default, never loaded as something else, never run.
-Metadata that no save has written is an error that names the file, and nothing else changes."""
+"""Damaged and hostile checkpoints: loads detect damage by default, and run no code. Metadata that
+no save could have written is an error that names the file, and changes nothing."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def damage(path: Path, other: bytes, draw: random.Random) -> str:
 
 
 def role(name: str) -> str:
-    """What kind of file it is, whichever save wrote it."""
+    """The kind of a file, independent of the save that wrote it."""
     return name.rpartition("_")[2] if name.startswith("__") else name
 
 
@@ -136,7 +136,7 @@ def mutate(path: Path, draw: random.Random) -> str:
     """Puts something strange into a value of metadata; returns a description."""
     mutant = pickle.loads(path.read_bytes())
     mutant.storage_meta = None
-    # The class of properties would not pickle another memory format, or less.
+    # An invalid or missing memory_format could not be pickled: the class of properties refuses it.
     places = [place for place in places_of(mutant) if place[0] != "memory_format"]
     (key, fields), new = draw.choice(places), draw.choice(STRANGE)
     if new is not REMOVED:
@@ -148,7 +148,8 @@ def mutate(path: Path, draw: random.Random) -> str:
 
 
 def load_damaged(work: str, way: str, num: int) -> dict[str, int]:
-    """Loads as many damaged checkpoints; how many were refused before, half way, and loaded."""
+    """Load ``num`` damaged checkpoints; counts of loads that were refused before any change, failed
+    half way, or succeeded."""
     model, engine, optimizer = trained(3)
     folder = Path(work, "damaged") / ("step-00000001" if way == "checkpointer" else "")
     commands = ["inspect"], ["verify"], ["export", f"{work}/out"]
@@ -211,7 +212,7 @@ def load_damaged(work: str, way: str, num: int) -> dict[str, int]:
             assert_unusable(*forwards, save, export, engine.full_state_dict)
             assert not Path(f"{work}/no").exists()
         if outcome == "half way" or (way == "metadata" and outcome == "loaded"):
-            load(f"{work}/1")  # without checksums anything may have been loaded
+            load(f"{work}/1")  # without checksums, damaged values may have been loaded
         expected = before if outcome == "before" else saved
         assert different(contents(model, optimizer, whole=False), expected) == [], case
         model.eval()
@@ -249,7 +250,7 @@ def test_damage_is_an_error_or_does_not_matter(
 
 
 class Evil:
-    """Its pickle makes a folder when it is read."""
+    """Unpickling it makes a folder."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -266,7 +267,7 @@ def hostile_metadata(folder: Path, evil: Any) -> None:
 
 
 def hostile_tensor(folder: Path, evil: Any) -> None:
-    """The bytes of a tensor are another pickle."""
+    """Replace the bytes of a tensor by a pickle of ``evil``."""
     without_sums(folder)
     metadata = read_metadata(folder)
     content = io.BytesIO()
@@ -340,7 +341,7 @@ def test_loading_runs_no_code(where: str) -> None:
         with pytest.raises(ValueError, match=METADATA if where == "metadata" else "head.bias"):
             fe.export_safetensors(folder, f"{work}/out2")
         assert not marker.exists()
-    if where != "tensor":  # of a tensor only numbers are read, with any trust
+    if where != "tensor":  # tensors are read as numbers only, even with trust=True
         load(trust=True)
         assert marker.exists()
         marker.rmdir()
@@ -398,13 +399,13 @@ STATE = {"model": {"weight": torch.arange(12.0).view(4, 3), "bias": torch.ones((
 
 @cache
 def plain_metadata(folder: Path) -> bytes:
-    """As plain DCP saves it."""
+    """Returns metadata as plain DCP saves it."""
     dcp.save(STATE, checkpoint_id=folder)
     return (folder / METADATA).read_bytes()
 
 
 def refused(folder: Path, change: bytes | Callable[[Any], Any], *parts: str) -> None:
-    """Metadata is refused after a change, or with these bytes."""
+    """Metadata is refused, after a change or if replaced by these bytes."""
     if not isinstance(change, bytes):
         metadata = pickle.loads(plain_metadata(folder))
         change(metadata)
@@ -455,7 +456,7 @@ def attributes() -> list[Any]:
 
 
 def test_a_pickle_changes_nothing(tmp_path: Path) -> None:
-    ends = [b".", b"", b"0cos\nsystem\n."]  # whole, cut, refused
+    ends = [b".", b"", b"0cos\nsystem\n."]  # a complete pickle, a truncated one, a refused one
     changed = ["__eq__", "__defaults__", "__setstate__"]
     before = attributes()
     for name, end, attribute in itertools.product(NAMES, ends, changed):
@@ -503,7 +504,7 @@ def chunk(offsets: list[int], sizes: list[int]) -> ChunkStorageMetadata:
 
 
 def cut(metadata: Any, chunks: list[Any]) -> Any:
-    """Another division of ``model.weight``, (4, 3)."""
+    """Divide ``model.weight``, (4, 3), into other chunks."""
     chunks = [chunk(*each) for each in chunks]
     metadata.state_dict_metadata["model.weight"].chunks = chunks
     index = next(each for each in metadata.storage_data if each.fqn == "model.weight")

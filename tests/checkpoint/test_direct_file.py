@@ -1,4 +1,4 @@
-"""Files that are written past the page cache, where that is possible, have the written contents."""
+"""Files are written past the page cache where the system allows it, with the right contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of experts: over however many ranks they are cut, names and shapes are of all."""
+"""Checkpoints of experts have global names and shapes, for any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.pool import Ranks, on_ranks
 
 
 def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> dict[str, Tensor]:
-    """Weights and states of this rank; of experts in one tensor, one by one."""
+    """Weights and states of this rank. Experts in one tensor get an entry each."""
 
     def full(value: Tensor) -> Tensor:
         return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
@@ -44,7 +44,7 @@ def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> d
 
 
 def united(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Values of all ranks, which agree where several have one."""
+    """Values of all ranks; ranks with the same name must have equal values."""
     found: dict[str, Tensor] = {}
     for each in by_rank:
         for name, value in each.items():
@@ -87,7 +87,7 @@ def test_experts_load_on_other_numbers_of_ranks(
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(found[name], value), f"{saved} to {size}: {name}"
-    # One process, without ranks of experts.
+    # One process that has all experts.
     for name, value in ranks.run(load, folder, 1, "optim_grads", 0, world_size=1)[0].items():
         assert torch.equal(value, expected[name]), name
 
@@ -122,7 +122,7 @@ def test_experts_on_the_meta_device_start_with_values_of_their_own(ranks: Ranks)
     experts = {name: value for name, value in two.items() if "expert" in name or "[" in name}
     for name, value in experts.items():
         assert torch.equal(four[name], value), name
-    # No two of them alike.
+    # All weights are different.
     weights = [value for value in experts.values() if value.ndim == 2]
     sums = {float(value.double().sum()) for value in weights}
     assert len(sums) == len(weights) == 2 * 2 * NUM_EXPERTS
@@ -141,7 +141,8 @@ def test_tensors_of_some_ranks_have_no_place_in_a_checkpoint() -> None:
 
 
 class TensorParallelSpec(nn.Module):
-    """A linear that all share, and experts in one tensor, as a DTensor or marked as not shared."""
+    """A linear shared by all ranks, and experts in one tensor: a DTensor, or marked by
+    ``allreduce``."""
 
     def __init__(self, experts: DeviceMesh, *, as_dtensor: bool) -> None:
         super().__init__()
@@ -164,7 +165,7 @@ class TensorParallelSpec(nn.Module):
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(4)
 def test_experts_as_dtensors_over_data_parallel_ranks(level: str) -> None:
-    """Norms and weights as of experts that are marked; each loads what the other saved."""
+    """Norms and weights equal those of marked experts; each form loads the other's checkpoint."""
     folder = shared_folder()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
     runs = []

@@ -1,4 +1,5 @@
-"""Tensors within ``extra``: sharded ones belong to every number of ranks, plain ones to a rank."""
+"""Tensors within ``extra``: sharded ones load on any number of ranks, plain ones belong to one
+rank."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ class Pair(NamedTuple):
 
 
 class Own:
-    """An object that only a pickle looks into."""
+    """An object whose contents only pickle can save."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
@@ -96,7 +97,7 @@ def sharded_mlp(seed: int = 1) -> tuple[Mlp, fe.Engine]:
 
 
 class Scene:
-    """A model, an average of its weights, an optimizer with momenta, and any containers."""
+    """A model, an average of its weights, an optimizer with momenta, and containers of tensors."""
 
     def __init__(self, config: Config, seed: int) -> None:
         torch.manual_seed(seed)
@@ -165,7 +166,7 @@ def load(configs: list[Config], folder: str, saved: dict[str, list[Tensor]], num
         momenta = dict(zip(before, expected[len(before) :], strict=False))
         for param in scene.model.parameters():
             param.grad = torch.zeros_like(param)
-        scene.other.step()  # moves by the loaded momenta alone
+        scene.other.step()  # gradients are 0: only the loaded momenta change weights
         for key, found in reference.full_weights(scene.model).items():
             torch.testing.assert_close(found, before[key] - 1e-3 * 0.9 * momenta[key])
 
@@ -182,7 +183,7 @@ def test_averages_momenta_and_tensors_in_any_container_are_loaded_by_any_ranks(
 
 
 def other_tensors(folder: str, expected: Tensor | None = None) -> Tensor:
-    """Saves tensors of this engine and of another, whose parameter has the same name; or loads."""
+    """Save, or load, tensors of two engines whose parameters have the same name."""
     model, engine = sharded_mlp()
     other, _ = sharded_mlp(2)
     values = Values({"w": other.up.weight.detach().clone(), "mine": model.up.weight.detach()})
@@ -280,7 +281,7 @@ def test_values_of_rank_0_are_named_where_ranks_had_others(ranks: Ranks, tmp_pat
 
 
 def save_as_before(folder: str) -> None:
-    """As version 0.1 did: slices within the pickles."""
+    """Save in the format of version 0.1, which pickles slices."""
     _, engine = sharded_mlp()
     with patch.object(extra_tensors.ExtraTensors, "pack", lambda self, value, extra: pack(value)):
         ema = Ema(engine.model)

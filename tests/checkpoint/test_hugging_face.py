@@ -1,6 +1,6 @@
-"""Folders of safetensors: those of other libraries load, and other libraries read exports.
+"""The engine loads folders of safetensors that other libraries wrote, and they read its exports.
 
-The other side is the real thing: ``safetensors`` reads every export, ``huggingface_hub`` says how
+The tests use the real libraries: ``safetensors`` reads every export, ``huggingface_hub`` says how
 tensors are split over files, and ``transformers`` writes and reads a model.
 """
 
@@ -90,7 +90,7 @@ def test_the_next_forward_uses_what_was_loaded() -> None:
         )
         for load in loads:
             add_one(model, engine)
-            model(tokens, targets).backward()  # full weights are there, where a level keeps them
+            model(tokens, targets).backward()  # gathers weights that the load must replace
             load()
             with torch.no_grad():
                 assert torch.equal(model(tokens), copy(tokens))
@@ -110,7 +110,7 @@ def test_floating_point_tensors_are_cast_and_others_are_not() -> None:
             for name, value in state.items()
             if name not in TIED
         }
-        if dist.get_rank() == 0:  # whose buffers count
+        if dist.get_rank() == 0:  # the buffers of rank 0 are exported
             assert different(exported(folder), expected) == []
         load_safetensors(engine, folder)
         dist.barrier()
@@ -283,7 +283,7 @@ def test_every_byte_is_written_once() -> None:
         with patch.object(os, "pwrite", wraps=os.pwrite) as pwrite:
             export_safetensors(engine, shared_folder(), max_shard_size="5KB")
         written = torch.tensor(sum(len(call.args[1]) for call in pwrite.call_args_list))
-        # Shared evenly, but for padding and for tensors that are not cut.
+        # Ranks write equal shares, except for padding and tensors that are not sharded.
         assert written < 0.4 * total
         dist.all_reduce(written)
         assert written == total
@@ -315,7 +315,8 @@ def test_memory_is_bounded_by_the_buffer() -> None:
                 partial(export_safetensors, f"{folder}/checkpoint", alone, dtype, "1.5MB"),
             ):
                 assert 0 < most_allocated(function) <= 1.5 * bound
-    assert most_allocated(engine.full_state_dict) > 40 * bound  # the measure sees tensors
+    # Checks that most_allocated counts tensors.
+    assert most_allocated(engine.full_state_dict) > 40 * bound
 
 
 # --- errors ---
@@ -445,7 +446,7 @@ def test_a_damaged_file_or_folder_is_named_and_changes_nothing() -> None:
         on_rank_0(partial(index.write_text, text))
         refuse(str(index), expected)
     on_rank_0(index.unlink)
-    load_safetensors(engine, folder)  # without an index every file counts
+    load_safetensors(engine, folder)  # without an index all files are read
     on_rank_0(lambda: shutil.copy(f"{folder}/{names[0]}", f"{folder}/other.safetensors"))
     refuse(f"found it in {names[0]} and in other.safetensors")
     on_rank_0(partial(index.write_text, whole))
@@ -534,7 +535,7 @@ def test_a_fault_on_one_rank_is_raised_on_all_and_leaves_nothing() -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("limits", [(1000, 1000), (1000, 3000), (1000, "1GB"), ("1GB", 1000)])
 def test_an_export_that_fails_half_way_into_place_is_never_taken_for_a_model(limits: Any) -> None:
-    """Renaming and removing files fails after each number of them; other files stay."""
+    """Every rename or removal fails in turn, after all smaller numbers; other files stay."""
     model, engine, _ = small(num_blocks=1, steps=0)
     older = engine.full_state_dict()
     newer = {name: value + 1 for name, value in older.items()}
@@ -574,6 +575,6 @@ def test_an_export_that_fails_half_way_into_place_is_never_taken_for_a_model(lim
     count = len(visible(folder)) - 3
     parts = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     assert {*visible(folder)} == {*others, *([SINGLE] if limits[1] == "1GB" else [INDEX, *parts])}
-    # Only files of the same names cannot be replaced at once.
+    # Replacing several files of the same names is not atomic.
     same_names = limits[0] == limits[1]
     assert seen == ({"older", "nothing", "newer"} if same_names else {"older", "newer"})

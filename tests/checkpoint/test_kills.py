@@ -23,7 +23,7 @@ from tests.pool import RankError, Ranks
 from tests.processes import printed, torchrun
 
 NUM_KILLS = 12
-# A job is killed so many saves after its start, at most so long after the last of them.
+# In each life a job is killed after this many saves (LIVES), and at most MOST_SECONDS later.
 LIVES = (1, 2, 3)
 MOST_SECONDS = 0.1
 
@@ -34,7 +34,7 @@ def train(folder: str, until: int | None, life: int = 0, saves: bool = True) -> 
     torch.manual_seed(rank)
     model = nn.Module()
     model.net, model.dropout = Transformer(num_blocks=1), nn.Dropout(0.2)
-    engine = fe.shard(model.net, initial_values="rank0")  # ranks are seeded apart
+    engine = fe.shard(model.net, initial_values="rank0")  # each rank has another seed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
     place = Values([rank, 0])  # each rank has an order of its own
@@ -53,7 +53,7 @@ def train(folder: str, until: int | None, life: int = 0, saves: bool = True) -> 
         if saves:
             (checkpointer.save if step % 2 else checkpointer.save_async)(step)
         if until is None and step == last:
-            # The other rank may find out, or be killed before.
+            # The other rank may notice the death, or be killed before.
             after = seconds if rank == victim else seconds + later
             threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL)).start()
     checkpointer.close()
@@ -72,7 +72,7 @@ def test_a_job_that_is_killed_twelve_times_ends_with_the_same_weights(
             ranks.run(train, str(killed), None, life, world_size=2)
         found.append(max(checkpoints.complete(), default=0))
         num_half_written += any(killed.glob(".saving-*"))
-    assert found == sorted(found), "a job went back behind an older checkpoint"
+    assert found == sorted(found), "a job resumed an older checkpoint than one before it"
     assert found[-1] >= NUM_KILLS - 1, "a job lost what it had saved"
     assert num_half_written > NUM_KILLS // 4, "kills did not meet saves"
     until = found[-1] + 10
@@ -134,5 +134,5 @@ def test_a_save_that_cannot_be_finished_ends_the_script_with_its_error(tmp_path:
         "that it was destroyed",
     ):
         assert part in text
-    # Without a group each rank would take itself for the only one, and publish its shards alone.
+    # Without a group each rank would act as the only one, and publish its shards alone.
     assert not list((tmp_path / "saved").glob("step-*"))

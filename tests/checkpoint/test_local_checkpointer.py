@@ -1,4 +1,4 @@
-"""Checkpoints in directories of the nodes: what a lost node had is on the next one."""
+"""Checkpoints in directories of the nodes: the next node has a copy of each node's files."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def save_local(root: str, ranks_per_node: int) -> Any:
 
 
 def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
-    """The loaded step and place, differences from ``expected``, and steps before; or the error."""
+    """Loaded step and place, differences from ``expected``, and available steps; or the error."""
     model, engine, optimizer = small("optim", seed=7, steps=0)
     extra = {"data": Values()}
     with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:
@@ -71,12 +71,12 @@ def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
     return report.step, extra["data"].value, different(contents(model, optimizer), expected), steps
 
 
-# Ranks of a node that save; lost nodes, number of ranks that load, ranks of a node, whether all is
-# left.
+# Ranks per node at the save; lost nodes; at the load, number of ranks and ranks per node; whether
+# all files are left.
 LOSSES: list[tuple[int, tuple[int, ...], int, int, bool]] = [
     (1, (), 4, 1, True),
     (1, (1, 3), 4, 1, True),  # not neighbours
-    (1, (2,), 3, 1, True),  # the nodes that are left, one with another number
+    (1, (2,), 3, 1, True),  # the remaining nodes, one of them renumbered
     (1, (0, 2), 2, 1, True),
     (1, (3,), 1, 4, False),
     (1, (), 4, 4, False),  # one node, which has the files of two ranks
@@ -94,7 +94,7 @@ def test_any_ranks_load_the_files_that_are_left(ranks: Ranks, tmp_path: Path) ->
     expected = {
         number: ranks.run(save_local, str(folder), number)[0] for number, folder in saved.items()
     }
-    # Each file is on its node and on the next: the ranks that wrote them.
+    # Each node has its own rank's file and that of the previous node.
     files = {
         node.name: sorted(file.name.split("_")[-2] for file in node.glob("step-*/*.distcp"))
         for node in saved[1].iterdir()
@@ -124,7 +124,7 @@ def load_shared(folder: str, expected: Any) -> list[str]:
 
 
 def test_a_shared_checkpointer_loads_a_nodes_full_copy(ranks: Ranks, tmp_path: Path) -> None:
-    """The format is that of other checkpoints: of two nodes, each has all files."""
+    """The format is that of other checkpoints, and each of two nodes has all files."""
     expected = ranks.run(save_local, str(tmp_path), 1, world_size=2)[0]
     assert ranks.run(load_shared, str(tmp_path / "node1"), expected, world_size=4) == [[]] * 4
 
@@ -182,7 +182,7 @@ def test_a_save_that_was_not_published_on_all_nodes_is_not_loaded_and_goes() -> 
         before = contents(model, optimizer)
         train(model, optimizer)
         checkpointer.save(20)
-        # As if nodes had died after the first two had published step 20.
+        # As if the other nodes had died after the first two nodes had published step 20.
         if rank() >= 2:
             shutil.rmtree(next(node_folder(root, 1).glob("step-*20")))
         dist.barrier()
@@ -198,7 +198,8 @@ def test_a_save_that_was_not_published_on_all_nodes_is_not_loaded_and_goes() -> 
 
 @on_ranks(4)
 def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -> None:
-    """Two neighbours do not learn that all have published; the others remove the one before."""
+    """Two neighbours do not learn that all ranks have published; the others remove the earlier
+    checkpoint."""
     root = shared_folder()
     _, engine, optimizer = small()
     with local_checkpointer(root, engine, optimizer) as checkpointer:
@@ -207,7 +208,7 @@ def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -
         with without_an_answer(), pytest.raises(RuntimeError, match=f"{lost} has ended"):
             checkpointer.save(2)
         if rank() >= 2:
-            checkpointer._retire(2)  # as they do when all have published
+            checkpointer._retire(2)  # as ranks do after all have published
         dist.barrier()
         assert checkpointer.steps() == [2]
         assert checkpointer.load().step == 2
@@ -215,7 +216,8 @@ def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -
 
 @contextmanager
 def without_an_answer() -> Iterator[None]:
-    """After all have published, ranks 0 and 1 do not learn it, and the others lose them after."""
+    """After all have published, ranks 0 and 1 get an error instead of the answer, and the others
+    get one afterwards."""
     original = local_directory.gather_objects
 
     def gather(*args: Any) -> Any:
@@ -302,7 +304,8 @@ def test_metadata_reaches_all_nodes_from_nodes_that_have_it(num_nodes: int) -> N
         senders = [each.sender for each in transfers]
         receivers = [each.receiver for each in transfers]
         assert {*senders} <= having
-        assert len({*senders, *receivers}) == 2 * len(transfers)  # all at once
+        # All transfers of a round run at the same time.
+        assert len({*senders, *receivers}) == 2 * len(transfers)
         having |= {*receivers}
     assert having == {2 * node for node in range(num_nodes)}
 

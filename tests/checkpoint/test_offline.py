@@ -62,7 +62,7 @@ def save_run(folder: str) -> None:
 
 
 def save_again(source: str, target: str, strategy: str, plain: bool) -> None:
-    """The weights of step 1, as other ranks and levels save them."""
+    """Save the weights of step 1 again, on other ranks and at another level."""
     _, engine, optimizer = small(strategy, seed=1)
     data = Values()
     fe.Checkpointer(source, engine, optimizer, extra={"data": data}).load(1)
@@ -75,8 +75,9 @@ def save_again(source: str, target: str, strategy: str, plain: bool) -> None:
 
 @pytest.fixture(scope="module")
 def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``run``: steps 1 and 2 of two ranks. Step 1 again: ``other`` of four ranks, ``plain`` of one
-    process without a group and without a manifest, ``unsharded`` by torch alone. Read-only.
+    """``run`` has steps 1 and 2, saved by two ranks. The other folders have step 1: ``other`` by
+    four ranks, ``plain`` by one process without a group and without a manifest, ``unsharded`` by
+    torch alone. Read-only.
     """
     folder = tmp_path_factory.mktemp("saved")
     run = str(folder / "run")
@@ -100,12 +101,12 @@ def first(folder: Path) -> Path:
 
 @pytest.fixture
 def copy(saved: Path, tmp_path: Path) -> Path:
-    """A copy of all of them, to be damaged."""
+    """A copy of the saved checkpoints, which a test may damage."""
     return shutil.copytree(saved, tmp_path / "saved")
 
 
 def run(*arguments: Any, code: int = 0) -> str:
-    """What a command prints; with code 2, what it says on stderr, on one line."""
+    """The stdout of a command; with code 2, its stderr, which is one line."""
     environment = {"COLUMNS": "300", "TERM": "dumb"}
     result = CliRunner().invoke(app, [str(each) for each in arguments], env=environment)
     assert result.exit_code == code, f"{result.output}{result.exception!r}"
@@ -218,7 +219,7 @@ def test_every_kind_of_damage_is_found_and_named(copy: Path) -> None:
         assert output.startswith("DAMAGED")
         for part in (name, *parts):
             assert part in output
-        assert "ok " in output.splitlines()[-1]  # the other one is told nevertheless
+        assert "ok " in output.splitlines()[-1]  # the intact checkpoint is listed, too
         (folder / name).write_bytes(kept)
         assert "every byte is as it was written" in run("verify", folder)
 
@@ -327,7 +328,7 @@ def test_bars_end_where_the_work_ends(
     run("export", first(saved), tmp_path)
     run("verify", saved / "plain")
     run("diff", first(saved), saved / "plain")
-    # Metadata has no checksum of its own, and stands for the rest of the second bar.
+    # Metadata has no checksum of its own: its size is the rest of the second progress bar.
     assert sum(told) == (saved / "plain" / METADATA).stat().st_size
 
 
@@ -350,7 +351,7 @@ def test_equal_weights_are_equal_whoever_saved_them_and_another_step_is_not(save
     assert KEY in rows(every)
     assert f"optimizer.state.{KEY.removeprefix('model.')}.step" in every
     assert re.search(r"norm of the difference \S+ \(model \S+, optimizer \S+\)$", every.strip())
-    # Ranks are compared if asked for.
+    # --ranks also compares entries of ranks.
     run("diff", first(saved), first(saved), "--ranks")
     output = run("diff", first(saved), saved / "other", "--ranks", code=1)
     assert "only in B: 2\n  ranks.2\n  ranks.3\n" in output
@@ -358,7 +359,7 @@ def test_equal_weights_are_equal_whoever_saved_them_and_another_step_is_not(save
 
 def test_one_changed_element_is_found_and_named(copy: Path) -> None:
     path, place = byte_of(copy / "plain", KEY)
-    without_sums(copy / "plain")  # with them it would be damage
+    without_sums(copy / "plain")  # otherwise the change would be reported as damage
     before = weights(copy / "plain")
     flip(path, place, 1)
     after = weights(copy / "plain")

@@ -1,4 +1,4 @@
-"""Optimizer state that differs from what the loading job would make."""
+"""Optimizer state that differs from the state of the loading job's optimizer."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_checkpoint_from_before_the_first_step_has_no_state() -> None:
 
 
 class HalfMomentum(torch.optim.Optimizer):
-    """Keeps its momentum in bf16, a count as an int, and nothing for later."""
+    """State of three kinds: a bf16 momentum, an int count, and None."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -199,7 +199,7 @@ class OneNumber(nn.Module):
 
 @on_ranks(2)
 def test_a_0d_parameter_alone_keeps_its_step_apart_from_its_state() -> None:
-    """Nothing but the name tells them apart there."""
+    """Step and state have the same shape for such a parameter; only the names tell them apart."""
     folder = shared_folder()
     model = OneNumber()
     engine = fe.shard(model)

@@ -1,4 +1,4 @@
-"""Tensors of boxes do what tensors do, whatever is done to them one after the other."""
+"""Tensors of boxes give the results of plain tensors after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(tensor: Tensor, pieces: Pieces) -> None:
 
 
 def changed(both: Both, other: Both) -> Both:
-    """One operation on both."""
+    """Apply one random operation to the tensor and to the pieces."""
     tensor, pieces = both
     dim = random.randrange(tensor.ndim) if tensor.ndim else 0
     size = tensor.shape[dim] if tensor.ndim else 1

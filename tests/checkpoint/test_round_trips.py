@@ -69,7 +69,7 @@ def save_each(folder: str, configs: list[Config]) -> list[dict[str, Any]]:
 
 
 def load_each(folder: str, pairs: list[tuple[Config, Config]], expected: Any) -> list[str]:
-    """Loads the checkpoint of one config into another one, in every way; what differs."""
+    """Load the checkpoint of one config into another, in every way; returns the differences."""
     lines = []
     for (source, target), way in itertools.product(pairs, WAYS):
         torch.manual_seed(2)
@@ -132,7 +132,7 @@ def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
     for world_size, each in configs.items():
         targets = [dict(config) for config in each]
         for target in targets[1::3]:
-            # Other compute weights over main weights of the same dtype.
+            # Compute weights in another dtype, over main weights in the same one.
             target["param_dtype"] = torch.float64
         # In the thorough part every source is loaded at every world size.
         count = 1 if every > 1 else max(2, math.ceil(len(sources) / len(targets)))
@@ -144,7 +144,7 @@ def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
 
 
 def sees_one_bit_and_one_hyperparameter(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """Whether the comparison above does."""
+    """Assert that :func:`different` finds one changed bit and one changed hyperparameter."""
     assert different(one, one) == []
     assert different(one, other)  # one rank alone has seen other data
     key = next(key for key in one if key.startswith("state.") and key.endswith("exp_avg"))
@@ -187,7 +187,7 @@ def save_here(folder: str, tied: bool) -> dict[str, Any]:
 
 
 def load_elsewhere(folder: str, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """By torch.distributed.checkpoint alone."""
+    """Load with torch.distributed.checkpoint alone."""
     weights, state = get_state_dict(model, optimizer)
     read = {"model": weights, "optimizer": state}
     dcp.load(read, checkpoint_id=folder)
@@ -263,8 +263,9 @@ def test_checkpoints_of_unsharded_and_fsdp2_models_are_loaded_here(
             assert lines == []
 
 
-# By commit 2c149ee, the last in which a unit was one module: two ranks, level 3, after two steps of
-# AdamW. Its root held what a unit of embedding, norm and head holds since.
+# Written by commit 2c149ee, the last one in which a unit was one module: two ranks, level 3, after
+# two steps of AdamW. Its root held the parameters that are now in the unit of embedding, norm and
+# head.
 OLDER = Path(__file__).parent / "data" / "before_units_as_sets"
 # The losses of token_batch(4, 99) before and after a third step with that batch on all ranks, which
 # the program that wrote the checkpoint has printed.

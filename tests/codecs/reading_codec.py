@@ -11,7 +11,7 @@ from fsdp_engine.codecs import CastCodec
 
 
 class ReadingCodec(CastCodec):
-    """Copies fp32 weights, and reads full parameters when they are there and before they go."""
+    """Copies fp32 weights, and reads full parameters after a gather and before they are freed."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32, torch.float32, copies=True)

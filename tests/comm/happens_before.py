@@ -1,21 +1,22 @@
-"""Which access comes before which: the judge behind ``trace_lanes.py``.
+"""Checks the order of memory accesses, for ``trace_lanes.py``.
 
 [Note: Happens-before]
-Each thread of execution has a clock: for every thread, up to which of its moments this one is known
-to come later. A ticket carries the clock of the moment it was made; waiting for it takes the larger
-of both, entry by entry. Two accesses conflict when they overlap in one storage and one of them
-writes; allocating and freeing write all of it. A conflict is a race unless the later one's clock
-covers the earlier one's moment. Worked example: compute writes ``x`` at its moment 3; lane ``g`` is
-at {g: 7} and reads ``x``: a race. Had it waited for a ticket of {compute: 3}: none.
+Each thread of execution has a clock. For every thread it holds the latest moment that is known to
+precede this thread's next operation. A ticket carries the clock of the moment it was made; waiting
+for it takes the larger of both, entry by entry. Two accesses conflict when they overlap in one
+storage and one of them writes; allocating and freeing write all of it. A conflict is a race unless
+the later one's clock covers the earlier one's moment. Worked example: compute writes ``x`` at its
+moment 3; lane ``g`` is at {g: 7} and reads ``x``. This is a race, unless it has waited for a ticket
+of {compute: 3}.
 
 A run is judged by one of two orders:
 
 - *streams*, as on CUDA: each lane is a thread. Memory must be freed on the lane that allocated it,
   since the caching allocator hands it on in that stream's order; a tensor that Python drops is
   freed in the order of the stream on which it was made, at that moment.
-- *host*, as on CPU: compute is the host's own thread, and every operation a thread that starts
-  where it was submitted and ends where its ticket is waited for. Nothing orders two
-  operations of one lane but a ticket.
+- *host*, as on CPU: compute is the host's own thread. Every operation is a thread of its own, which
+  starts where it was submitted and ends where its ticket is waited for. Only tickets order two
+  operations of one lane.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Span(NamedTuple):
 
 
 class Access(NamedTuple):
-    """One access: what, by which thread, at which of its moments, where, and in which work."""
+    """One access: its kind, thread, moment of the thread, range of bytes, and operation."""
 
     kind: str
     thread: str
@@ -72,7 +73,7 @@ class Memory:
     """The state of one storage.
 
     Attributes:
-        reference: keeps its identity from being used again, but not its memory.
+        reference: prevents reuse of the storage's identity, but does not keep its memory.
         home: the thread in whose order it was allocated.
         freed: its last free, while it has no memory.
         accesses: the last access of each thread to each range; earlier ones come before it.
@@ -85,7 +86,7 @@ class Memory:
 
 
 class Order:
-    """Clocks and accesses under one idea of what runs beside what: see [Note: Happens-before].
+    """Clocks and accesses under one of the two orders of [Note: Happens-before].
 
     Args:
         streams: judge as on CUDA; else as on CPU.
@@ -124,11 +125,11 @@ class Order:
         return self._take(thread)
 
     def record(self, lane: str) -> Clock:
-        """The clock of this moment of ``lane``; what follows there is later."""
+        """The clock of this moment of ``lane``, which precedes later operations there."""
         return self._take(self.thread_of(lane))
 
     def wait(self, lane: str, clock: Clock) -> None:
-        """What follows on ``lane`` is later than ``clock``."""
+        """Later operations on ``lane`` come after ``clock``."""
         self._join(self.thread_of(lane), clock)
 
     def _take(self, thread: str) -> Clock:
@@ -153,16 +154,16 @@ class Order:
         memory.accesses[thread, write, span.start, span.stop] = access
 
     def look(self, thread: str, span: Span, label: str) -> None:
-        """A view is created: there must be memory."""
+        """A view is created: the storage must have memory."""
         memory = self.memories.get(span.key)
         if memory is not None and memory.freed is not None:
             access = self._access("view", thread, span, label)
             self._fail("memory is used after it was freed", span.key, memory, access)
 
     def allocate(self, thread: str, span: Span, label: str) -> None:
-        """New memory appears behind a storage: every use must come after this.
+        """Memory is allocated for a storage: all its uses must come after this.
 
-        It is not the memory that was there before, so it need not come after that one's free.
+        A free of the storage's earlier memory need not come before.
         """
         is_new = span.key not in self.memories
         memory = self.memory(span, thread)
@@ -185,14 +186,15 @@ class Order:
         memory.accesses, memory.freed = {}, access
 
     def memory(self, span: Span, home: str) -> Memory:
-        """The state of a storage; ``home`` is where it was allocated if nothing is."""
+        """The state of a storage; a new one gets ``home`` as the place of its allocation."""
         found = self.memories.get(span.key)
         if found is None:
             found = self.memories[span.key] = Memory(StorageWeakRef(span.storage), home)
         return found
 
     def sweep(self) -> None:
-        """What Python has dropped since was freed in the order of its home, and is forgotten."""
+        """Storages that Python has dropped count as freed, in the order of their home; forget
+        them."""
         for key in [key for key, m in self.memories.items() if m.reference.expired()]:
             memory = self.memories[key]
             # On CPU a storage keeps its memory while an operation references it.

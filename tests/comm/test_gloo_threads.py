@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Gloo's threads run only where nothing else does, and the main one keeps the interpreter's lock: so
-# the program ends before they have dropped the sum.
+# Gloo's threads run only while no other thread needs the core, and the main thread does not release
+# the interpreter's lock. So the program ends before gloo's threads have dropped the tensor.
 SCRIPT = """
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Groups of the engine come about whatever groups a rank is in already; how ranks meet for them."""
+"""The engine's groups can be created whatever other groups a rank is in; meetings of ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def columns_after_a_subset() -> None:
 
 
 def token_counts_over_pipeline_and_data() -> None:
-    # Stages of one pipeline are far apart, data ranks neighbours; made as Megatron-Core makes them.
+    # Stages of one pipeline are far apart, data ranks are neighbours, as in Megatron-Core.
     half = dist.get_world_size() // 2
     me = dist.get_rank()
     pipelines = [dist.new_group([place, place + half]) for place in range(half)]
@@ -86,7 +86,7 @@ def token_counts_over_pipeline_and_data() -> None:
     for _ in range(2):
         model(torch.ones(2, 3)).sum().backward()
         finalize_model_grads([chunk], 2, groups=groups)
-        grad = chunk.engine.full_tensor("weight")  # collective, too
+        grad = chunk.engine.full_tensor("weight")  # this is a collective over the same ranks
         assert grad.shape == (1, 3)
         local = model.weight.grad.local  # type: ignore[union-attr]
         assert torch.equal(local, torch.ones_like(local))
@@ -154,7 +154,7 @@ def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
     with pytest.raises(RuntimeError, match=r"tea: .* ranks \[1, 3\] did not call within \d+ s"):
         meet("tea", range(4), SOON)
     store.set("over", "")
-    # All are at the same number again.
+    # After the failure all ranks have the same number of the next meeting.
     assert not meet("tea", range(4), LATE).all_have
 
 
@@ -246,7 +246,7 @@ def test_groups_of_the_engine_have_the_options_of_the_meshs_group() -> None:
     assert [each.config for each in ours] == [options.config] * 2
     assert all(each.is_high_priority_stream for each in ours)
     assert all(each._timeout == timedelta(seconds=77) for each in ours)
-    # torch writes the name of the group into them.
+    # Each has its own object, since torch writes the group's name into it.
     assert len({id(each) for each in (options, *ours)}) == 3
 
 

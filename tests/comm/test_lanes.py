@@ -1,4 +1,4 @@
-"""Lanes on CPU: what starts when, what waits for what, and what an error says."""
+"""Lanes on CPU: when operations start, their waits, and messages of errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ class Scene:
     def operation(
         self, name: str, num_works: int = 1, error: str | None = None
     ) -> Callable[[], Steps]:
-        """Logs its start, the wait for each of its works, which may fail, and its end."""
+        """An operation that logs its start, the wait for each of its works, and its end. ``error``:
+        the message with which a wait fails."""
 
         def wait() -> None:
             self.log.append(f"{name} waited")
@@ -84,7 +85,7 @@ def test_operations_start_in_the_order_of_their_submission() -> None:
     scene = Scene()
     scene.submit("lane", "a", scene.submit("other", "x"))
     last = scene.submit("lane", "b")
-    # The submission of b drove x to its end, since a had to start before b.
+    # Submitting b first completes x: a comes before b on the lane, and a waits for x.
     assert scene.log == [*whole("x"), "a starts", "b starts"]
     scene.wait(last)
     assert scene.log[5:] == ["b waited", "b ends"]
@@ -102,7 +103,7 @@ def test_waiting_drives_what_an_operation_comes_after() -> None:
     blocker = scene.submit("other", "x")
     held_up = scene.submit("lane", "a", blocker)
     scene.wait(blocker)
-    assert "a starts" not in scene.log  # its lane has not been used since
+    assert "a starts" not in scene.log  # nothing has driven its lane since
     scene.wait(held_up)
     assert scene.log[-3:] == whole("a")
 
@@ -191,11 +192,11 @@ def test_a_profiler_shows_operations_by_name() -> None:
 
 
 class Group:
-    """A process group whose backend for CUDA is called ``name``, of a class in Python: its methods
-    are called.
+    """A process group whose backend for CUDA is called ``name``. Its class is in Python, so its
+    methods are called.
 
     Attributes:
-        issued: of each collective, whether it was asynchronous.
+        issued: for each collective, whether it was asynchronous.
     """
 
     def __init__(self, name: str) -> None:
@@ -206,7 +207,7 @@ class Group:
         self.issued.append(options.asyncOp)
         return "work" if options.asyncOp else None
 
-    # By torch 2.11 under the older names.
+    # torch 2.11 calls these older names.
     reduce_scatter_single = _allgather_base = _reduce_scatter_base = all_gather_single
 
     def _get_backend(self, device: torch.device) -> Any:
@@ -234,7 +235,7 @@ def test_collectives_stay_on_the_stream_of_their_lane(
     comm = collectives.Communicator(group, torch.device(device))  # type: ignore[arg-type]
     assert comm._stays_on_stream is not is_async
     if backend == "gloo":
-        return  # goes pairwise
+        return  # gloo sends between pairs of ranks
     full, part = torch.zeros(4), torch.zeros(2)
     for operation in (comm.all_gather(full), comm.reduce_scatter(full, part, average=True)):
         assert list(operation) == [("work",) if is_async else ()]

@@ -1,4 +1,4 @@
-"""The judge of the schedule: what it lets pass and what it catches."""
+"""The race detector: what it accepts and what it reports."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_ticket_orders_what_came_before_it_and_nothing_after() -> None:
             with pytest.raises(RaceError):
                 order.note_access(thread, span(8, 16), True, "gather")
         else:
-            order.note_access(thread, span(8, 16), True, "gather")  # the host had done it by then
-    for order in orders():  # and it passes on from ticket to ticket
+            order.note_access(thread, span(8, 16), True, "gather")  # done already: host order
+    for order in orders():  # the order also holds through a chain of tickets
         first = order.begin("outer_gather", [])
         order.note_access(first, span(), True, "outer")
         second = order.begin("inner_gather", [order.end(first)])

@@ -22,9 +22,9 @@ class Timeline:
     """Records what happens within ``recording``, in order.
 
     Attributes:
-        events: (phase, what): ``call NAME``, a module's forward; ``COLLECTIVE of LABEL``, with
-            ``+outer`` behind it where it is along the outer axis; ``gradient of LABEL``.
-        phase: what the user's loop does now.
+        events: (phase, text). The text is ``call NAME`` for a module's forward, ``gradient of
+            LABEL`` or ``COLLECTIVE of LABEL``, with ``+outer`` at the end along the outer axis.
+        phase: the current phase of the user's loop.
     """
 
     def __init__(self, model: nn.Module | None = None, *, gradients: bool = False) -> None:
@@ -43,12 +43,12 @@ class Timeline:
         return [what for each, what in self.events if each == phase]
 
     def phases(self, what: str) -> set[str]:
-        """Phases in which collectives happened whose description begins so."""
+        """Phases with collectives whose text begins with ``what``."""
         return {phase for phase, each in self.events if each.startswith(what)}
 
     @contextmanager
     def recording(self) -> Iterator[Timeline]:
-        """Within it events are recorded, anew."""
+        """Clear the events, and record new ones within the block."""
         self.events.clear()
         submit, write = HostLane.submit, GradientWriter.write
         begin, labels = Gradients.begin, {}
@@ -87,7 +87,7 @@ def timed_step(
     param_sync: bool = False,
     zero_buffer: bool = True,
 ) -> None:
-    """A step of the wrapper's loop on ``batches``, its microbatches, phase by phase.
+    """Run a step of the wrapper's loop, phase by phase; ``batches`` are its microbatches.
 
     Args:
         param_sync: call ``start_param_sync`` before the first forward.

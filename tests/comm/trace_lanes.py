@@ -2,12 +2,12 @@
 
 :class:`Tracer` puts its own lanes into the engine and watches every tensor operation of the thread:
 those of the model, of autograd and of the optimizer on the compute lane, those of the engine's
-operations on their lanes. Operations run at once, so values are right whatever the schedule; what
-is checked is whether the schedule alone would have forced an order, on streams as on CUDA and with
-asynchronous works as on CPU: see [Note: Happens-before] in ``happens_before.py``.
+operations on their lanes. Operations run at once, so values are always right. The tracer checks
+whether the schedule alone would have forced an order, on streams as on CUDA and with asynchronous
+works as on CPU: see [Note: Happens-before] in ``happens_before.py``.
 
-Operations name what they read and write. They are held to it: what they were seen to touch must be
-among it, and what they named is checked for races even where this machine took another path.
+Operations declare what they read and write. An undeclared access is an error, and all declared
+accesses are checked for races, even if this machine does not make them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from fsdp_engine.memory.allocator import TransientStorage
 from fsdp_engine.units import build
 from tests.comm.happens_before import COMPUTE, LANES, Clock, Order, Span
 
-# By the key of the storage that readers' tensors lie over, the one that operations write: both have
+# The storage that operations write, by the key of the storage that readers' tensors use: both have
 # the same memory in turn ([Note: Unread memory] in ``allocator.py``).
 _WRITTEN: dict[int, UntypedStorage] = {}
 
-# (who would wait, for what) -> whether to forget to. Both are labels of operations, or names of
-# lanes where no operation is meant.
+# (waiter, awaited) -> whether to leave the wait out. Both are labels of operations, or names of
+# lanes outside of operations.
 Forgets = Callable[[str, str], bool]
 
 
@@ -114,7 +114,7 @@ class TraceLane:
 
     def drain(self) -> list[RuntimeError]:
         self._tracer.sweep()
-        for ticket in self._submitted:  # the host has waited for all of it
+        for ticket in self._submitted:  # the host has waited for all submitted operations
             for order, clock in zip(self._tracer.orders, ticket.clocks, strict=True):
                 order.wait(COMPUTE, clock)
         self._submitted.clear()
@@ -127,12 +127,12 @@ class TraceLane:
 
 @dataclass
 class _Doing:
-    """What the host carries out right now.
+    """The operation that the host executes now.
 
     Attributes:
-        threads: whose work it is, by order.
+        threads: the threads of the operation, one for each order.
         named: (storage, start, stop, may write) that an operation named; None: it may do anything.
-        born: storages that were made meanwhile, which need no name.
+        born: storages created by the operation, which need no declaration.
         managed: the only storage that may get or lose memory; None: any.
     """
 
@@ -144,14 +144,14 @@ class _Doing:
 
 
 class Tracer(TorchDispatchMode):
-    """Within it, engines get lanes that prove their schedule. See the module docstring.
+    """Gives engines within the context lanes that check their schedule. See the module docstring.
 
     Args:
-        forgets: the waits that the lanes forget, to see that this is detected.
+        forgets: waits to leave out, in tests of the detector.
 
     Attributes:
-        orders: the two judges: streams, host.
-        num_operations: by lane.
+        orders: the two orders that accesses are checked in: streams, host.
+        num_operations: number of operations, by lane.
         max_full: most storages of role "full" that had memory at one time.
     """
 
@@ -177,7 +177,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def doing(self, doing: _Doing) -> Iterator[None]:
-        """Within it, what happens is ``doing``."""
+        """Attribute accesses within the block to ``doing``."""
         self._stack.append(doing)
         try:
             yield
@@ -185,12 +185,12 @@ class Tracer(TorchDispatchMode):
             self._stack.pop()
 
     def sweep(self) -> None:
-        """Forget what Python has dropped, if it may be dropped."""
+        """Forget storages that Python has dropped; raise if it was too early."""
         for order in self.orders:
             order.sweep()
 
     def note_access(self, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> None:
-        """The current operation reads and writes these."""
+        """Record accesses of the current operation."""
         for tensors, write in ((reads, False), (writes, True)):
             for span in _spans(tensors):
                 self._note_access(span, write, self._stack[-1].label)
@@ -211,7 +211,7 @@ class Tracer(TorchDispatchMode):
             if span.key not in self.orders[0].memories:
                 doing.born.add(span.key)
                 for order, thread in zip(self.orders, doing.threads, strict=True):
-                    if span.stop > span.start:  # a storage without memory is none
+                    if span.stop > span.start:  # an empty storage has no memory
                         order.allocate(thread, span, label)
         return result
 
@@ -232,7 +232,7 @@ class Tracer(TorchDispatchMode):
         ):
             raise AnnotationError(
                 f"[{doing.label}] {'writes' if write else 'reads'} bytes {span.start}.."
-                f"{span.stop} of the {self._name_of(span.key)}; it was submitted without saying so"
+                f"{span.stop} of the {self._name_of(span.key)}; the operation does not declare it"
             )
 
     def _filled(self, transient: TransientStorage) -> None:
@@ -258,7 +258,7 @@ class Tracer(TorchDispatchMode):
     def _managing(self, transient: TransientStorage) -> _Doing:
         doing = self._stack[-1]
         if doing.managed is not None and doing.managed is not transient:
-            raise AnnotationError(f"[{doing.label}] allocates or frees another storage than named")
+            raise AnnotationError(f"[{doing.label}] allocates or frees an undeclared storage")
         return doing
 
     def _name_of(self, key: int) -> str:
@@ -318,8 +318,8 @@ class Tracer(TorchDispatchMode):
 
 
 def _planned(transient: TransientStorage) -> list[Span]:
-    """The bytes of an arena that it is filled from: their next owner must come after. (A memory
-    without arenas has none.)"""
+    """The bytes of an arena that a transient storage is filled from: their next owner must come
+    after it. (Empty without arenas.)"""
     arena = getattr(transient._memory, "arenas", {}).get(transient._role)
     memory = None if arena is None else arena.memory
     if memory is None:

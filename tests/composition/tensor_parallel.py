@@ -1,4 +1,4 @@
-"""A model that torch's tensor parallelism has cut, and the same model whole."""
+"""A model that torch's tensor parallelism has sharded, and the same unsharded model."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, -2).float(), tokens.roll(-1, -1).flatten())
 
 
-# By default group, of which each call of the pool has its own.
+# Meshes by default process group; each call of the pool has its own group.
 _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def mesh_of(sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """One mesh for each shape. DTensor's caches keep the first mesh that they meet of equal ones,
-    in the next call of a rank, too: its groups then must have the names that they had."""
+    """One mesh for each shape. DTensor's caches keep the first of several equal meshes, even across
+    calls of the pool. So groups of an equal mesh must have the same names in each call."""
     assert dist.group.WORLD is not None
     known = _MESHES.setdefault(dist.group.WORLD, {})
     key = (*sizes, *names)
@@ -73,7 +73,8 @@ def mesh_of(sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
 def cut(model: Model, tp: DeviceMesh, *, sequence: bool = False, tied: bool = False) -> Model:
     """Linears by columns and rows, embedding by rows, head by columns. With ``sequence`` the norms
     are DTensors, too, whose gradients are partial sums."""
-    # The activation between the linears stays a DTensor: of a plain one torch would guess its size.
+    # The activation between the linears stays a DTensor: if it were plain, torch would guess the
+    # global size.
     up = ColwiseParallel(use_local_output=False)
     inner: dict[str, Any] = {"up": up, "down": RowwiseParallel()}
     plan: dict[str, Any] = {

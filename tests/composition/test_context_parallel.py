@@ -1,8 +1,9 @@
 """Context parallelism: ranks hold parts of each sequence, and share the weights as data-parallel
 ranks do.
 
-torch's own ring attention does not run on a CPU (2.11 to 2.13). Here keys are gathered along the
-sequence by DTensor, which sends as much, also in backward, between the engine's messages.
+torch's own ring attention does not run on a CPU (2.11 to 2.13). Here DTensor gathers keys along the
+sequence, in forward and backward, between the engine's messages; this sends as many bytes as ring
+attention.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Mixing(nn.Module):
         keys = self.key(x)
         if context is not None:
             spread = DTensor.from_local(keys, context, [Shard(1)], run_check=False)
-            # Each rank's queries bring a gradient of the whole: they are summed.
+            # Each rank has a gradient of all keys, from its own queries: these are summed.
             gathered = spread.redistribute(placements=[Replicate()])
             keys = gathered.to_local(grad_placements=[Partial()])
         return x + self.out(torch.tanh(self.query(x)) * keys.mean(1, keepdim=True))

@@ -1,4 +1,4 @@
-"""Checkpoints know global shapes: whatever cut a model when it was saved, any cut loads it."""
+"""Checkpoints have global shapes: any parallelism loads what any other has saved."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_a_save_in_the_background_copies_dtensors() -> None:
 
 
 def through_dcp(model: Any, optimizer: Any, folder: str, saves: bool) -> dict[str, Tensor]:
-    """Save, or load; the whole weights after that."""
+    """Save, or load; returns the full weights after that."""
     parts = get_state_dict(model, optimizer)
     state = {"model": parts[0], "optimizer": parts[1]}
     if saves:
@@ -145,7 +145,7 @@ def through_dcp(model: Any, optimizer: Any, folder: str, saves: bool) -> dict[st
 
 
 def with_fsdp2(folder: str, shape: Shape, saves: bool) -> dict[str, Tensor]:
-    """The same model under FSDP2 with the same tensor parallelism, by DCP."""
+    """Save or load the model under FSDP2 with the same tensor parallelism, with DCP."""
     torch.manual_seed(1 + saves)
     model: Any = Model(**shape)
     mesh = mesh_of((2, 2), ("dp", "tp"))
@@ -158,7 +158,7 @@ def with_fsdp2(folder: str, shape: Shape, saves: bool) -> dict[str, Tensor]:
 
 
 def by_dcp(folder: str, shape: Shape, saves: bool) -> dict[str, Tensor]:
-    """Ours, by DCP and torch's own functions for state dicts."""
+    """Save or load the engine's model with DCP and torch's functions for state dicts."""
     engine, optimizer = trained(CUTS["tp2 dp2"], shape, 2 if saves else 1)
     return through_dcp(engine.model, optimizer, folder, saves)
 

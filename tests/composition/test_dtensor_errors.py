@@ -32,7 +32,7 @@ def test_dtensors_that_cannot_be_sharded() -> None:
     mesh = two_by_two()
     tp, dp = mesh["tp"], mesh["dp"]
     model = cut(Model(), tp)
-    # A mesh that is not cut from the same one.
+    # A mesh with another root mesh.
     groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     data = DeviceMesh.from_group(groups[dist.get_rank() % 2], "cpu")
     # Another device.
@@ -81,7 +81,8 @@ def test_what_one_rank_raises_all_raise() -> None:
     if rank == 2:
         shard: Any = model.blocks[1].up.weight
         shard.data._local_tensor.add_(1)
-    # On ranks 0 and 2, which share it, and on the others, which would wait for them for ever.
+    # The error is raised on ranks 0 and 2, which share the value, and on the others, which would
+    # otherwise hang.
     expected = r"blocks\.1\.up\.weight: expected the same initial values"
     with pytest.raises(ValueError, match=expected):
         fe.shard(model, mesh["dp"])

@@ -52,7 +52,7 @@ def test_shape_placements_and_mesh() -> None:
     assert weight.device_mesh.mesh_dim_names == ("dp", "tp")
     assert str(weight.placements[1]) == "S(0)"
     assert weight.placements[0].is_shard()
-    # This rank holds half of the half that tensor parallelism left it, or thereabouts.
+    # This rank holds about half of its tensor-parallel shard, which is half of the weight.
     held = torch.tensor(weight.to_local().numel())
     dist.all_reduce(held)
     assert held == weight.numel() == 240
@@ -92,7 +92,7 @@ def test_values_are_those_of_one_tensor(levels: tuple[str, ...]) -> None:
 
 @on_ranks(4)
 def test_values_from_whole_tensors_and_from_generators() -> None:
-    for level in CUT:  # where nothing is cut, parameters are DTensors of torch's own
+    for level in CUT:  # at unsharded levels, parameters are torch's own DTensors
         model, engine = both(level, **UNEVEN)
         for each in (model, engine.model):
             torch.manual_seed(11)

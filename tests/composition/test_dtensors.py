@@ -42,7 +42,7 @@ def scenario(
     mesh = mesh_of(sizes, NAMES[len(sizes) - 2])
 
     def batch(rows: int, seed: int) -> tuple[Tensor]:
-        # Ranks of one tensor-parallel group get the same.
+        # Ranks of one tensor-parallel group get the same batch.
         steps, rank = divmod(seed - 1, 100)
         return (tokens_for(0, steps, rank // sizes[-1]),)
 
@@ -75,7 +75,7 @@ WAYS: list[Way] = [
     ("optim_grads", "no_shard", 2, {"tied": True}),
     (*LEVEL_3, 1, {"sequence": True}),
     (*LEVEL_3, 2, {"tied": True, "by_torch": True}),
-    # Hidden sizes that two ranks cannot share evenly, so that slices of replicas lie elsewhere.
+    # Two ranks cannot share these hidden sizes evenly: replicas have slices at different offsets.
     (*LEVEL_3, 1, {"hidden": 17, "width": 6, "words": 23}),
 ]
 
@@ -128,7 +128,7 @@ def with_recomputed_and_frozen_weights(sizes: Sequence[int]) -> None:
 
 
 def from_meta(sizes: Sequence[int]) -> None:
-    """Values are those that the model without tensor parallelism would get, on any ranks."""
+    """On any ranks, values equal those of the model without tensor parallelism."""
     mesh, states = mesh_of(sizes, NAMES[0]), []
     for is_sharded in (False, True):
         torch.manual_seed(8)
@@ -143,7 +143,7 @@ def from_meta(sizes: Sequence[int]) -> None:
 
 
 def from_the_first_rank(sizes: Sequence[int]) -> None:
-    """Each place of tensor parallelism gets the values of its first data-parallel rank."""
+    """Each tensor-parallel rank gets the values of its first data-parallel rank."""
     mesh = mesh_of(sizes, NAMES[0])
 
     def change(model: Any) -> None:
@@ -156,7 +156,7 @@ def from_the_first_rank(sizes: Sequence[int]) -> None:
 
 
 def in_bf16(sizes: Sequence[int]) -> None:
-    """Against data parallelism alone in the same dtypes, whose rounding is another."""
+    """Compared with data parallelism alone in the same dtypes, which rounds differently."""
     policy = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     with_tensors = scenario(sizes, sequence=True).but(options={"mp_policy": policy})
     (ours, theirs) = (s.sharded() for s in (with_tensors, with_tensors.but(shard=fe.shard)))

@@ -1,4 +1,4 @@
-"""``fully_shard`` over DTensor parameters: with tensor parallelism, as FSDP2 trains."""
+"""``fully_shard`` over DTensor parameters, with tensor parallelism, gives the results of FSDP2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.reference import full
 
 
 def made(api: Any, sizes: tuple[int, ...], device: str = "cpu", **options: Any) -> Any:
-    """A model of one seed, and the mesh of its data-parallel ranks."""
+    """A model with seeded values, and the mesh of its data-parallel ranks."""
     torch.manual_seed(4)
     with torch.device(device):
         model: Any = Model(hidden=17)
@@ -28,7 +28,7 @@ def made(api: Any, sizes: tuple[int, ...], device: str = "cpu", **options: Any) 
 
 
 def trained(api: Any, sizes: tuple[int, ...], options: dict[str, Any]) -> tuple[list[float], Any]:
-    """Losses and norms, and the weights after them."""
+    """Losses and norms of two steps, and the weights after them."""
     model, data = made(api, sizes, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     found = []
@@ -56,7 +56,7 @@ def test_tensor_parallelism_under_fully_shard() -> None:
 
 @pytest.mark.thorough
 def test_tensor_parallelism_and_two_axes_under_fully_shard() -> None:
-    # Ranks of their own: torch's caches take the dimension "tp" of one mesh for that of another.
+    # A pool of its own: torch's caches would confuse the "tp" dimensions of two meshes.
     pool = Ranks(8)
     try:
         pool.run(both, (2, 2, 2), {}, world_size=8)

@@ -160,7 +160,7 @@ def test_every_change_shows_in_the_buffer_and_its_version(mesh: DeviceMesh, chan
 
 
 def torch_function(name: str) -> Callable[..., Any]:
-    """A function by name, wherever torch keeps it."""
+    """The function of this name in torch, torch.special, functional or Tensor."""
     for place in (torch, torch.special, F, Tensor):
         if hasattr(place, name):
             return getattr(place, name)
@@ -258,7 +258,7 @@ def test_arithmetic_keeps_the_slice(mesh: DeviceMesh, index: int) -> None:
 
 
 def local(tensor: Tensor, mesh: DeviceMesh) -> FlatDTensor:
-    """Of the slice [0, 4)."""
+    """A FlatDTensor of the slice [0, 4)."""
     return FlatDTensor.from_flat_local(tensor, FlatPlacement.on_mesh(SHAPE, 0, 4, mesh, 1))
 
 
@@ -356,7 +356,7 @@ def test_a_mask_of_the_same_slice_selects(mesh: DeviceMesh) -> None:
 
 
 def test_each_form_of_in_place_change_is_announced(mesh: DeviceMesh) -> None:
-    """The engine waits for copies of the slice before it changes."""
+    """Each change calls ``prepare_change``, so that the engine can wait for copies of the slice."""
     param, announced = param_of(torch.rand(SHAPE), mesh), []
     param.backref = Mock(prepare_change=lambda: announced.append(1))
     changes: list[Callable[[], Any]] = [
@@ -426,8 +426,8 @@ def loss_of(p: Any, q: Any) -> Any:
 
 @marks_gradients
 def test_gradients_are_the_slices_of_full_gradients(mesh: DeviceMesh) -> None:
-    # This rank has all, and collectives of a fake group change nothing: gradients of full
-    # reductions are the mean over four ranks, of which three have nothing.
+    # This rank holds all elements, and collectives of a fake group change nothing. So gradients of
+    # full reductions are the mean over four ranks, three of which contribute nothing.
     full = [torch.rand(SHAPE, requires_grad=True) for _ in range(2)]
     params: list[Any] = [nn.Parameter(flat_of(each.detach(), mesh, 0, 30)) for each in full]
     expected = loss_of(*full)
@@ -546,7 +546,7 @@ def test_tensors_that_data_returned_keep_their_values_when_data_is_set(mesh: Dev
     old, new = torch.rand(SHAPE), torch.rand(SHAPE)
     param, average = param_of(old, mesh), flat_of(new, mesh)
     pointer = param.local.data_ptr()
-    # As averages of weights are swapped in for an evaluation, and out again.
+    # Swap in averages of weights, as for an evaluation, and swap them out again.
     backup, detached, viewed = param.data, param.detach(), param.data
     param.data = average
     check(param, new)

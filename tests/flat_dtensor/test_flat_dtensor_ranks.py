@@ -31,7 +31,7 @@ MESHES = [((4,), 1), ((4,), 0), ((2, 2), 1), ((2, 2), 2), ((4, 1), 2), ((1, 3), 
 
 
 def bounds(numel: int, parts: int, seed: object) -> list[int]:
-    """Uneven cuts, some of them empty, the same on every rank."""
+    """Uneven boundaries, the same on every rank; some parts are empty."""
     dice = random.Random(repr(seed))
     return [0, *sorted(dice.randint(0, numel) for _ in range(parts - 1)), numel]
 
@@ -104,7 +104,7 @@ REDUCTIONS: list[Callable[[Any], Any]] = [
     lambda t: t.bfloat16().sum(),
     lambda t: t.bfloat16().norm(),
 ]
-# Those that leave dims are of the gathered tensor.
+# Reductions that keep dims gather the tensor.
 REDUCTIONS += [
     lambda t: t.sum(0),
     lambda t: t.sum(dim=-1, keepdim=True),

@@ -77,7 +77,7 @@ def test_where_of_a_condition_alone_returns_indices_of_the_full_tensor() -> None
     assert torch.equal(chosen.full_tensor(), torch.where(whole > 0, whole, 0.0))
 
 
-# Of a plain tensor, or of a sharded one.
+# Changes of views, for a plain and for a sharded tensor.
 _CHANGES: list[Callable[[Any], Any]] = [
     lambda p: p[0].zero_(),
     lambda p: p.T.add_(1),
@@ -176,7 +176,8 @@ def test_tensors_whose_slices_are_equal_on_some_ranks_only_are_gathered_on_all()
 
 @on_ranks(2)
 def test_models_of_other_sizes_share_slices_of_equal_tensors() -> None:
-    """Each rank holds half of the only weight, and half of the second of three weights."""
+    """Each rank holds half of the smaller model's only weight, and half of the larger one's second
+    weight."""
     one, three = (
         nn.Sequential(*(nn.Linear(320, 320, bias=False) for _ in range(count))) for count in (1, 3)
     )

@@ -1,7 +1,7 @@
 """State dicts that ``torch.save`` wrote with earlier versions.
 
-The files are of two ranks each: ``dp``, a ``Linear(2, 4)`` after ``fully_shard``; ``tp``, the same
-one with rows over two tensor-parallel ranks. Weights are 0 to 7, biases 0 to 3.
+There is a file for each of two ranks. ``dp``: a ``Linear(2, 4)`` after ``fully_shard``. ``tp``: the
+same layer, its rows sharded over two tensor-parallel ranks. Weights are 0 to 7, biases 0 to 3.
 """
 
 from pathlib import Path
@@ -25,7 +25,8 @@ FOLDER = Path(__file__).parent / "saved_before_0_1_0"
 @pytest.mark.parametrize("kind", ["dp", "tp"])
 @on_ranks(2)
 def test_state_dicts_of_earlier_versions_load(kind: str, weights_only: bool) -> None:
-    init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))  # as the run that loads has done
+    # A program that loads such files has made its mesh before.
+    init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     path = FOLDER / f"{kind}.{dist.get_rank()}.pt"
     state = torch.load(path, weights_only=weights_only)
     assert torch.equal(state["weight"].full_tensor(), torch.arange(8.0).view(4, 2))

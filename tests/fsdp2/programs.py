@@ -31,7 +31,7 @@ class Layer(Block):
 
 
 class Model(nn.Module):
-    """Layers in a dict; a buffer that no state dict has."""
+    """Layers in a dict, and a buffer that is not in state dicts."""
 
     angles: Tensor
 
@@ -172,8 +172,8 @@ class Program:
         options: Makes options of ``parallelize``.
         set_up: Called with the sharded model, after its optimizer is built.
         loss_of, before, max_norm: Arguments of :func:`train`.
-        rounds: Results are rounded to bf16: losses and norms are compared more loosely.
-        theirs: The program of FSDP2 that has the same results; None: this one.
+        rounds: Whether results are rounded to bf16. Tolerances of losses and norms are then larger.
+        theirs: The program whose results under FSDP2 are expected; None: this program.
     """
 
     prepare: Callable[[Any], object] = nothing
@@ -216,7 +216,7 @@ class Program:
         torch.testing.assert_close(ours.gradients, theirs.gradients, rtol=1e-4, atol=1e-6)
 
     def but(self, **changes: Any) -> Program:
-        """The same with other attributes, of which FSDP2's results are independent."""
+        """A copy with other attributes, for which the results of FSDP2 are the same."""
         return replace(self, theirs=self, **changes)
 
 

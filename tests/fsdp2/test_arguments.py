@@ -56,7 +56,7 @@ def test_bad_arguments_raise_on_all_ranks_and_change_nothing() -> None:
             fsdp2.fully_shard(**arguments)
         after = getattr(arguments["module"], "parameters", list)()
         assert all(one is other for one, other in zip(params, after, strict=True))
-    # The same if the ranks differ.
+    # Errors are also raised if only one rank's arguments are wrong.
     is_second = dist.get_rank() == 1
     with pytest.raises(ValueError, match="divisor"):
         fsdp2.fully_shard(linear, reshard_after_forward=3 if is_second else True)

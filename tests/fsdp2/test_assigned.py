@@ -119,7 +119,7 @@ def test_an_optimizer_may_be_built_on_the_meta_device() -> None:
 
 
 def tied_and_more() -> nn.Sequential:
-    """A tied parameter that gets its value before another one of its unit."""
+    """A model whose tied parameter gets its value before another parameter of its unit."""
     return nn.Sequential(tied(), nn.Linear(6, 6))
 
 
@@ -146,7 +146,7 @@ def test_values_that_cannot_be_assigned_raise() -> None:
     model.load_state_dict(state, strict=False, assign=True)
     with pytest.raises(RuntimeError, match=r"still on meta device: \['2.bias'\]"):
         model(torch.zeros(1, 6))
-    # Values that were assigned before are lost with it, as with FSDP2.
+    # As with FSDP2, to_empty() also discards values that were assigned before.
     model.to_empty(device="cpu")
     assert not any(param.is_meta for param in model.parameters())
 

@@ -27,7 +27,7 @@ def make(seed: int, level: str = "optim_grads_params", device: str = "cpu") -> n
 
 
 class Training:
-    """A model, its optimizer, the average of its weights, and checkpoints of all."""
+    """A model, its optimizer, the average of its weights, and a checkpointer for all three."""
 
     def __init__(self, folder: str, *made: Any) -> None:
         self.model = make(*made)

@@ -1,4 +1,4 @@
-"""``fully_shard`` of modules that ``torch.compile`` has, or will have, against one process."""
+"""``fully_shard`` of modules compiled before or after it, compared with one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def sharded(way: str, backend: str) -> nn.Module:
 
 
 def losses_of(model: nn.Module, ranks: list[int]) -> list[float]:
-    """Of the first of the ranks; the model is trained on the mean over them."""
+    """Losses of the first of these ranks. The model trains on the mean loss over all of them."""
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.05), []
     for step in range(3):
         optimizer.zero_grad()

@@ -31,7 +31,7 @@ def compare(order: float, foreach: bool, num_axes: int) -> list[Tensor]:
         assert norm.device_mesh == mesh
         total = norm.full_tensor()
         assert type(total) is Tensor
-        if api is fsdp2:  # as programs use it
+        if api is fsdp2:  # ways in which programs read the norm
             assert norm.item() == float(norm) == total.item()
             assert bool(norm > 0.1) is bool(total > 0.1)
             assert torch.isfinite(norm)

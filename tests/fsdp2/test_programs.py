@@ -32,7 +32,7 @@ from tests.fsdp2.programs import (
 from tests.matrices import thorough_but
 from tests.pool import on_ranks
 
-# Its two steps have three microbatches.
+# Two steps of three microbatches.
 PLAIN = Program(microbatches=3)
 
 
@@ -127,7 +127,8 @@ def model_or_layer(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_another_forward(functions: Any) -> Callable[..., Any]:
-    """A method of the root that reads its own parameters. ``functions``: None: of ``api``."""
+    """The root gets a method that reads its own parameters. ``functions``: the module whose
+    functions register it; None: ``api``."""
 
     def shard(api: Any, model: Any) -> Any:
         model.logits = lambda tokens: model.head(model.norm(model.embeddings(tokens)))
@@ -169,7 +170,8 @@ SETTINGS: list[Callable[[Any], object]] = [
 
 
 def change_settings(model: Any, index: int, is_last: bool) -> None:
-    """Another one before each of six microbatches, and before the last one two."""
+    """Change one setting before each of the first five microbatches, and the last two before the
+    sixth."""
     model.num_calls = getattr(model, "num_calls", 0) + 1
     for setting in SETTINGS[model.num_calls - 1 :][: 1 + (model.num_calls == 6)]:
         setting(model)
@@ -226,7 +228,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-# "bf16, rest in fp32", "divisor" and, with AdamW, ``test_compile.py`` are beside them.
+# Similar cases run anyway: "bf16, rest in fp32", "divisor" and, with AdamW, ``test_compile.py``.
 REPEATED = {"bf16", "divisor in float64", "adamw"}
 
 

@@ -86,7 +86,7 @@ def requested_bytes(moment: str) -> int:
 
 @contextmanager
 def process_group(backend: str, world_size: int) -> Iterator[DeviceMesh]:
-    """A mesh of this process and, over the "fake" backend, of ranks that are not there."""
+    """A mesh of this process and, with the backend "fake", of ranks that do not exist."""
     assert not dist.is_initialized(), "another test has left a process group behind"
     store = FakeStore() if backend == "fake" else dist.HashStore()
     timeout = timedelta(seconds=60)

@@ -19,8 +19,7 @@ BF16 = torch.bfloat16
 
 
 class Training:
-    """A model, its engine, and a step of two microbatches whose inputs are always the same
-    memory."""
+    """A model, its engine, and a step of two microbatches whose inputs stay in the same memory."""
 
     def __init__(
         self, mesh: DeviceMesh, level: str, dtype: torch.dtype, extensions: Sequence[Any] = ()

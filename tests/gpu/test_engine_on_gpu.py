@@ -111,7 +111,7 @@ def test_the_lanes_are_four_streams_beside_the_current_one(mesh: DeviceMesh) -> 
 
 
 def sharded(mesh: DeviceMesh, level: str, budget: int) -> tuple[Model, fe.Engine]:
-    """A model and its engine, which gathers so many elements before they are used."""
+    """A model and its engine with a prefetch window of ``budget`` elements."""
     model = make_model()
     options = fe.Options(prefetch_window=budget, staging_limit=budget)
     return model, fe.shard(model, mesh=mesh, strategy=level, options=options)
@@ -139,7 +139,7 @@ def test_the_next_unit_is_gathered_while_this_one_computes_unless_the_budget_is_
         first.probe = probe
         model(x, target)
     torch.cuda.synchronize()
-    # The root's own weights come with its head.
+    # One or two blocks are full: the weights of the root unit are gathered only with its head.
     assert full_bytes == [(2 if budget else 1) * BLOCK_BYTES]
     assert overlapped == [True]
 
@@ -156,7 +156,8 @@ def test_a_step_holds_no_more_full_units_than_the_budget_allows(mesh: DeviceMesh
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: str) -> None:
     x, target = make_batches(1)[0]
-    make_model()(x, target).backward()  # libraries take their workspaces now
+    # Libraries allocate their workspaces here, before the measurement.
+    make_model()(x, target).backward()
     torch.cuda.synchronize()
     gc.collect()
     before = requested_bytes("current")
@@ -175,8 +176,8 @@ def test_the_allocator_hands_out_what_the_engine_books(mesh: DeviceMesh, level: 
     assert booked <= rest < booked + MIB
     peak = requested_bytes("peak") - before
     booked_peak = engine.peak_memory_bytes()["total"]
-    # Beside what the engine books there is the gradient of one parameter, as autograd made it,
-    # and the activations of eight rows.
+    # Besides the bytes that the engine records, there are the gradient of one parameter, from
+    # autograd, and the activations of eight rows.
     assert booked_peak <= peak < booked_peak + 4 * 4 * WIDTH**2 + 2 * MIB
 
 

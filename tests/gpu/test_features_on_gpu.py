@@ -1,4 +1,4 @@
-"""What programs do around the engine, on a CUDA device. Skipped where there is none.
+"""The engine with other features of torch, on a CUDA device. Skipped where there is none.
 
 One rank runs over NCCL; several share the device over gloo, whose collectives go through host
 memory.
@@ -79,7 +79,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, batches: Batches) -> lis
     return losses
 
 
-# Around the blocks: what wraps their computation.
+# Compiled and checkpointed blocks.
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -104,7 +104,7 @@ def test_checkpointed_blocks_train_as_they_do_without(
 ) -> None:
     class Checkpointed(Model):
         def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            x.requires_grad_()  # re-entrant checkpoints want an input with a gradient
+            x.requires_grad_()  # re-entrant checkpoints need an input with a gradient
             for block in self.blocks:
                 x = checkpoint(block, x, use_reentrant=use_reentrant)
             return nn.functional.mse_loss(self.head(x).float(), target.float())
@@ -263,7 +263,7 @@ def test_optimizer_state_on_the_host_trains_as_on_the_device(mesh: DeviceMesh, l
 
 
 def test_a_step_beside_forward_trains_as_one_before_it(mesh: DeviceMesh) -> None:
-    """Nothing waits for the device between steps; memory is taken again and again."""
+    """The host does not wait for the device between steps, and memory is reused many times."""
     found = []
     host = fe.Offload(optimizer_state="host")
     for offload in (host, dataclasses.replace(host, overlap_forward=True)):
@@ -308,7 +308,7 @@ def test_everything_on_the_host_trains_as_on_the_device(
             assert all(param.local.is_pinned() for param in model.parameters())
         weights = {name: value.cpu() for name, value in engine.full_state_dict().items()}
         found.append((losses, weights))
-    # Norms, and steps there, are computed by the processors. With weights rounded to bf16 a
+    # With offload, the host computes norms and optimizer steps. With weights rounded to bf16 a
     # difference of one bit can change a gradient of about 0, and with it the direction of AdamW's
     # step.
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-3, atol=1e-4)
@@ -334,7 +334,8 @@ def test_activations_on_the_host_train_as_on_the_device_in_less_memory(
     mesh: DeviceMesh, level: str
 ) -> None:
     rows = 4096
-    # Inputs of the norm and of the three layers behind it, of which two are four times as wide.
+    # Saved: the inputs of the norm and of its three following layers; two of these inputs are four
+    # times as wide.
     saved_by_a_block = 10 * 4 * rows * WIDTH
     found, peaks = [], []
     for checkpointing in (False, fe.OffloadActivations(in_flight=0)):
@@ -347,9 +348,9 @@ def test_activations_on_the_host_train_as_on_the_device_in_less_memory(
         peaks.append(requested_bytes("peak") - before)
         found.append((losses, engine.full_state_dict()))
     assert_same(found[1], found[0])
-    # Of four blocks one is held; one and a half more are a margin: for the inputs and gradients
-    # between blocks, and for workspaces of kernels, such as sums of bias gradients, which take up
-    # to the size of the gradient.
+    # One of four blocks is held on the device. Of the other three, one and a half are left as a
+    # margin: for inputs and gradients between blocks, and for workspaces of kernels, such as sums
+    # of bias gradients, which take up to the size of the gradient.
     assert peaks[1] <= peaks[0] - 1.5 * saved_by_a_block
 
 
@@ -373,7 +374,7 @@ def test_a_save_holds_its_step_and_loads_at_another_level(
             (checkpointer.save_async if level in LEVELS else checkpointer.save)(2)
         else:
             assert checkpointer.load().step == 2
-        # In the first turn an asynchronous save is being written.
+        # In the first run an asynchronous save is being written.
         found.append((steps(model, optimizer, batches()[2:]), engine.full_state_dict()))
         checkpointer.close()
     assert_same(found[1], found[0], tolerance=1e-6)

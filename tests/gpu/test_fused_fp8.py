@@ -53,7 +53,7 @@ def test_kernels_give_the_bits_of_functions_of_torch(
     full_size = offsets.pop()
     generator = torch.Generator().manual_seed(0)
     main = torch.randn(ends[-1], generator=generator)
-    # Magnitudes from denormal to near the largest number, by thousands.
+    # Each thousand elements has another magnitude, from denormal to near the largest number.
     powers = torch.tensor([-140.0, -120.0, 0.0, 100.0, 120.0])
     main *= 2.0 ** powers[torch.arange(main.numel()) // 1000 % 5]
     main[:7] = torch.tensor([NAN, 0.0, -0.0, INF, 1.0, -INF, -NAN])

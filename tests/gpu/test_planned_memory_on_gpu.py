@@ -1,8 +1,8 @@
-"""Arenas and memory registered with NCCL on a CUDA device. Skipped where there is none, and what
-needs NCCL's memory where the device has no multicast, as a single one outside a switch.
+"""Arenas and memory registered with NCCL on a CUDA device. Skipped where there is none; tests of
+NCCL's memory are also skipped on devices without multicast, such as a single one outside a switch.
 
-One rank sends nothing, so its engine's pool is registered with no group: memory comes from NCCL's
-allocator all the same, and registration is tried with the one rank's own group.
+One rank sends nothing, so its engine's pool is registered with no group. Its memory still comes
+from NCCL's allocator, and a test registers it with the group of the one rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def nccl_allocates(mesh: DeviceMesh) -> bool:
 
 def need_nccl_memory(mesh: DeviceMesh) -> None:
     if not nccl_allocates(mesh):
-        pytest.skip("needs a device with multicast; NCCL hands out no memory of this one")
+        pytest.skip("needs a device with multicast; NCCL allocates no memory on this one")
 
 
 def test_registered_memory_is_refused_where_nccl_has_none(mesh: DeviceMesh) -> None:

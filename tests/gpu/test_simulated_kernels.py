@@ -1,5 +1,5 @@
-"""What autograd keeps of kernels on a CUDA device, beside what simulations say. Skipped where there
-is none."""
+"""Compares memory that autograd keeps for kernels on a CUDA device with simulations. Skipped where
+there is none."""
 
 from __future__ import annotations
 

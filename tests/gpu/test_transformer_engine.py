@@ -3,17 +3,17 @@ Transformer Engine with its CUDA parts.
 
 Everything runs in ranks of a pool of its own, which load the real library: this process may have
 loaded the stand-ins of tests/extensions/transformer_engine/te_kernels.py. Several ranks share the
-device over gloo, whose collectives go through host memory. What runs here runs on a CPU, over the
-stand-ins, in test_te_on_cpu.py (vectors) and test_te_unsharded.py (training).
+device over gloo, whose collectives go through host memory. The same tests also run on a CPU, over
+the stand-ins, in test_te_on_cpu.py (vectors) and test_te_unsharded.py (training).
 
     recipe             compute capability        why
     delayed, current   8.9 and above             fp8 tensor cores
     block              9.0                       above it Transformer Engine imitates it by MXFP8
     mxfp8              10.0 to 10.3              block-scaled tensor cores
-    nvfp4              10.0 and above            to be refused, there must be such weights
+    nvfp4              10.0 and above            weights in nvfp4, which the engine refuses
 
-A device that differs from itself would differ from everything: the control, two runs without an
-engine, tells that case. Attention runs unfused, and only deterministic algorithms are taken.
+A control, two runs without an engine, detects a device whose results are not reproducible.
+Attention runs unfused, and only deterministic algorithms are used.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def te_ranks() -> Iterator[Ranks]:
     pool = Ranks()
     try:
         with mock.patch.dict(os.environ, ENVIRONMENT):
-            os.environ.pop("NVTE_PROJECT_BUILDING", None)  # says not to load the library
+            os.environ.pop("NVTE_PROJECT_BUILDING", None)  # if set, the library is not loaded
             missing = pool.run(find_library, timeout=TIMEOUT)[0]
         if missing:
             pytest.skip(
@@ -77,7 +77,8 @@ def te_ranks() -> Iterator[Ranks]:
 
 
 def find_library() -> str:
-    """Load it; "", or how it is not there. A broken installation raises."""
+    """Load the library. Returns "", or the reason why it is missing; a broken installation
+    raises."""
     torch.cuda.set_device(0)
     try:
         importlib.import_module("transformer_engine.pytorch")

@@ -18,10 +18,10 @@ from tests.processes import torchrun
 from train_gpt import Job, prepare
 
 ROOT = Path(__file__).parents[2]
-# In the environment of every process of a test, and of all that it starts, with any parent.
+# An environment variable that marks all processes of a test, including orphaned descendants.
 _MARK = "FSDP_ENGINE_TEST_JOB"
 
-# A step takes some ten milliseconds, so that a job can be killed in the middle.
+# A step takes some ten milliseconds, so a test has time to kill a job before its last step.
 SMALL = [
     *("--layers", "2", "--width", "32", "--heads", "2", "--sequence-length", "32"),
     *("--batch-size", "8", "--warmup", "5", "--eval-every", "50", "--eval-sequences", "8"),
@@ -30,20 +30,20 @@ SMALL = [
 
 
 def arguments_of(folder: Path, steps: int, *more: str) -> list[str]:
-    """What ``train_gpt.py`` is called with; the text is in ``folder``, the rest goes there."""
+    """Arguments of ``train_gpt.py``; ``folder`` holds the texts and all output."""
     places = ["--data", str(folder / "texts"), "--out", str(folder / "out")]
     return [*places, "--steps", str(steps), *SMALL, *more]
 
 
 def train_undisturbed(arguments: list[str]) -> list[float]:
-    """The losses of all steps, where nothing happens; on the ranks of the pool."""
+    """The losses of all steps of a run without a failure, on the ranks of the pool."""
     job = prepare(parse_settings(arguments), Job)
     job.train()
     return [record.loss for record in job.curve.steps]
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 120.0) -> None:
-    """Return when ``condition`` holds; an error if it has not in ``seconds``."""
+    """Return when ``condition`` holds; an error if it does not within ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -82,7 +82,7 @@ class Launched:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def all_with(self, text: str = "") -> list[psutil.Process]:
-        """Those that live and have ``text`` in their command, the oldest first."""
+        """Running processes of this test with ``text`` in their command, the oldest first."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, OSError):
@@ -92,7 +92,8 @@ class Launched:
         return sorted(found, key=lambda each: each.create_time())
 
     def finish(self, name: str, process: subprocess.Popen[bytes], seconds: float = 180.0) -> int:
-        """The exit status, when it is over; an error with the log if it is not in time."""
+        """Wait for the end of a process; returns its exit status. After ``seconds``, an error with
+        the log."""
         try:
             return process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -14,7 +14,8 @@ from torchft.coordination import LighthouseServer
 def lighthouse_for(
     make: Callable[..., Any], min_replicas: int, *, join_timeout_ms: int, heartbeat_timeout_ms: int
 ) -> Iterator[Callable[..., Any]]:
-    """Makes replicas by ``make(address, ...)``, which it closes when all ranks are here again."""
+    """Provides ``make(address, ...)``, which makes replicas. At the end, after all ranks have
+    arrived, closes them."""
     server, address = None, [""]
     if dist.get_rank() == 0:
         server = LighthouseServer(

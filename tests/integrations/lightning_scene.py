@@ -19,16 +19,16 @@ from torch.utils.data import DataLoader, TensorDataset
 from fsdp_engine.engine import engine_of
 from fsdp_engine.integrations.lightning import FSDPEngineFabricStrategy, FSDPEngineStrategy
 
-# What Lightning says of every run, and its advice on workers and intervals.
+# Silences messages that Lightning logs in every run, and its advice on workers and intervals.
 for name in ("lightning.pytorch", "lightning.fabric"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 NUM_SAMPLES = 24
-BATCH = 4  # of all ranks
+BATCH = 4  # rows over all ranks
 
 
 class ThereAlready(LightningEnvironment):
-    """The process group is there: this process is one of its ranks."""
+    """An environment whose process group exists already: this process is one of its ranks."""
 
     creates_processes_externally = True  # type: ignore[assignment]
 
@@ -87,7 +87,7 @@ class Net(Layers, LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch
-        # Without a call of the module itself, if nothing else is asked for.
+        # By default ``forward`` of the module itself is not called.
         predict = self if self.hparams["calls_forward"] else self.apply_layers
         return nn.functional.mse_loss(predict(x), y)
 
@@ -125,7 +125,7 @@ class OneOfTheBlocks:
 
 
 def make(made: type[Net] = Net, **arguments: Any) -> Net:
-    """The same values on every rank and every time."""
+    """A module whose initial values are the same on every rank and in every call."""
     torch.manual_seed(0)
     return made(**arguments)
 
@@ -139,7 +139,7 @@ def data(count: int = NUM_SAMPLES) -> DataLoader[Any]:
 
 
 def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
-    """Quiet, and without folders, unless something is asked for."""
+    """A trainer without output and folders, except for those that ``arguments`` request."""
     plugins = [*arguments.pop("more", ())]
     if dist.is_initialized():
         plugins.append(ThereAlready())
@@ -159,7 +159,7 @@ def make_trainer(strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
 
 
 def fit(model: LightningModule, strategy: Any = "fsdp_engine", **arguments: Any) -> Trainer:
-    """Train it on :func:`data`, or on ``train=``, without Lightning's advice."""
+    """Train the model on :func:`data`, or on ``train=``, without Lightning's advice."""
     names = ("train", "val", "ckpt_path")
     train, val, ckpt_path = (arguments.pop(name, None) for name in names)
     trainer = make_trainer(strategy, **arguments)
@@ -190,7 +190,7 @@ def make_fabric(*levels: str, strategy: Any = None, **arguments: Any) -> Any:
 
 
 def by_engine(*levels: str, **arguments: Any) -> Any:
-    """The strategy; small units, as many as there are."""
+    """The engine's strategy; small units are not joined."""
     return FSDPEngineStrategy(*levels, **{"min_unit_size": 0, **arguments})
 
 

@@ -1,4 +1,4 @@
-"""A small Ray of this machine in which ``train_ray.py`` is run once for each line of arguments.
+"""Starts a small Ray cluster on this machine; runs ``train_ray.py`` for each list of arguments.
 
 ``python ray_session.py FOLDER_OF_RAY ARGUMENTS [-- ARGUMENTS ...]``
 """

@@ -1,7 +1,7 @@
-"""What Slurm's commands do, on one machine: ``python slurm_stub.py srun|scontrol ARGUMENTS``.
+"""Slurm's commands on one machine: ``python slurm_stub.py srun|scontrol ARGUMENTS``.
 
-srun starts ``SLURM_NTASKS`` tasks, each in a session of its own, and hands on signals to the tasks
-themselves, not to what they have started. ``--kill-on-bad-exit`` is always on.
+srun starts ``SLURM_NTASKS`` tasks, each in a session of its own. It forwards signals to the tasks,
+not to their child processes. ``--kill-on-bad-exit`` is always on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def srun(command: list[str]) -> int:
 
 
 def scontrol(arguments: list[str]) -> int:
-    """The names of a job's nodes; or note that a job goes back into the queue."""
+    """Print the names of a job's nodes, or record that a job was requeued."""
     if arguments[:2] == ["show", "hostnames"]:
         print("localhost\n" * int(os.environ["SLURM_JOB_NUM_NODES"]), end="")
         return 0

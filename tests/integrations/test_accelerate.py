@@ -1,4 +1,4 @@
-"""A loop of accelerate's over the engine, beside the same one over DDP on the same ranks."""
+"""A training loop with accelerate over the engine, compared with DDP on the same ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def accelerator(kind: Any, shard: dict[str, Any] | None = None, **given: Any) ->
 
 
 class Loop:
-    """What accelerate's documentation shows: everything is built before it is prepared."""
+    """A loop as in accelerate's documentation: everything is built before it is prepared."""
 
     def __init__(self, kind: str, seed: int = 0, **given: Any) -> None:
         self.accelerator = accelerator(kind, **given)
@@ -58,8 +58,8 @@ class Loop:
     def train(
         self, epoch: int = 0, first: int = 0, last: int | None = None
     ) -> list[tuple[float, float]]:
-        """The loss over all ranks, and the gradient's norm, of every step of an epoch, or of some
-        batches of it, as in accelerate's example of checkpoints."""
+        """Loss over all ranks and gradient norm of each step, in an epoch or in batches ``first``
+        to ``last`` of it, as in accelerate's example of checkpoints."""
         figures, losses = [], []
         self.loader.set_epoch(epoch)
         loader = self.accelerator.skip_first_batches(self.loader, first) if first else self.loader
@@ -178,7 +178,7 @@ def held(loop: Loop) -> dict[str, Any]:
 def loop_and_counter(level: str, seed: int) -> tuple[Loop, Values]:
     from accelerate.utils import DataLoaderConfiguration
 
-    # Checkpoints know the order of this sampler alone.
+    # Only this sampler's order is saved in checkpoints.
     loading = DataLoaderConfiguration(use_seedable_sampler=True)
     loop, counter = Loop(level, seed, dataloader_config=loading), Values(0)
     loop.accelerator.register_for_checkpointing(counter)
@@ -191,7 +191,7 @@ def train_and_save(folder: str, level: str) -> tuple[dict[str, Any], list[tuple[
     loop.train(epoch=1, last=4)
     counter.value = 5
     assert loop.accelerator.save_state(f"{folder}/state") == f"{folder}/state"
-    loop.accelerator.save_state(f"{folder}/state")  # takes its own place
+    loop.accelerator.save_state(f"{folder}/state")  # overwrites the same folder
     return held(loop), loop.train(epoch=1, first=4)
 
 

@@ -27,7 +27,8 @@ from tests.pool import on_ranks
 
 
 def rename_until(failed: int) -> AbstractContextManager[Any]:
-    """Patch of ``Path.rename`` that raises at a call, counted from 1, and counts on."""
+    """Patch of ``Path.rename`` that raises in call number ``failed``, counted from 1, and in no
+    other."""
     rename, count = Path.rename, 0
 
     def counted(path: Path, target: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Jobs on clusters: ranks that are told to end, launch scripts, workers and nodes that die."""
+"""Jobs on clusters: signals to end, launch scripts, workers and nodes that die."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_the_job_of_kubernetes_has_known_fields_and_starts_torchrun(
     assert settings.out.is_relative_to(mounts["runs"])
 
 
-# Of torchrun's nodes on this machine.
+# Environment of torchrun's nodes on this machine.
 LOCAL = {"RANKS": "1", "PET_LOCAL_ADDR": "localhost", "PET_RDZV_CONF": "last_call_timeout=2"}
 
 
@@ -177,7 +177,7 @@ def newest(folder: Path) -> int:
 
 
 def lines_of(folder: Path, name: str) -> list[str]:
-    """Of a file that stubs write: "started" or "requeued"."""
+    """Lines of a file that stubs write: "started" or "requeued"."""
     file = folder / name
     return file.read_text().splitlines() if file.exists() else []
 
@@ -187,7 +187,7 @@ def measured(folder: Path) -> tuple[int, list[float]]:
     return found["num_ranks"], [record["loss"] for record in found["steps"]]
 
 
-# In the place of Python: says what it was started with, and waits for a signal.
+# Replaces Python: writes its environment and arguments, and waits for a signal.
 FAKE_PYTHON = """#!/usr/bin/env bash
 trap 'exit 0' USR1
 trap 'exit 143' TERM
@@ -312,13 +312,13 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     def resumed(times: int) -> bool:
         return launched.log("node0").count("resumed after step") == times
 
-    # The first node keeps the list of nodes, so it must not go.
+    # The first node has the rendezvous store, so it must not end.
     node0 = launched.start("node0", command, environment)
     wait_until(lambda: listens(port), "the rendezvous")
     node1 = launched.start("node1", command, environment)
     wait_until(lambda: newest(texts) >= 5, "a checkpoint on two ranks")
 
-    # A worker dies: both nodes start theirs anew.
+    # A worker dies: both nodes restart their workers.
     workers(node1)[0].kill()
     wait_until(lambda: resumed(1), "a restart of all workers")
     at_restart = newest(texts)
@@ -331,9 +331,9 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
     alone_from = newest(texts)
     wait_until(lambda: newest(texts) > alone_from, "a checkpoint of one rank")
     (survivor,) = workers(node0)
-    survivor.suspend()  # or it might have done all steps before another node comes
+    survivor.suspend()  # otherwise it might finish before another node joins
 
-    # A node comes: the survivor is told to save and end, and both start.
+    # A node joins: the survivor gets a signal, saves and ends, and both start.
     launched.start("node2", command, environment)
     wait_until(lambda: "Detected 1 new nodes" in launched.log("node0"), "a new node")
     survivor.resume()
@@ -353,7 +353,7 @@ def test_torchrun_goes_on_without_a_worker_without_a_node_and_with_a_new_node(
 
 @pytest.mark.thorough
 def test_torchrun_goes_on_from_the_memory_of_the_nodes(texts: Path, launched: Launched) -> None:
-    """The only checkpoints are in folders of the nodes; a node that is lost has lost its own."""
+    """Checkpoints exist only in folders of the nodes. A lost node's folder is lost, too."""
     port, times = free_port(), "last_call_timeout=1,keep_alive_interval=1"
     environment = on_nodes(port, NODES="2", PET_RDZV_CONF=times)
     arguments = arguments_of(texts, 400, "--save-every", "400")

@@ -1,4 +1,4 @@
-"""``Trainer(strategy="fsdp_engine")`` beside Lightning's own DDPStrategy."""
+"""``Trainer(strategy="fsdp_engine")``, compared with Lightning's own DDPStrategy."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_schedules_frozen_and_tied_weights_continue_from_a_checkpoint(kind: str)
 
 
 class Later(Net):
-    """Builds its blocks where Lightning has told it to, without memory."""
+    """Builds its blocks in ``configure_model``, on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def _train(folder: str, num_epochs: int, level: str, resumes: bool) -> list[floa
     names = sorted(os.listdir(folder))
     dist.barrier()
     assert "last.ckpt" in names
-    assert len(names) == 3, names  # worse ones were removed
+    assert len(names) == 3, names  # checkpoints with worse metrics were removed
     assert is_checkpoint(saver.best_model_path)
     (metrics,) = trainer.validate(module, data(), ckpt_path="best", verbose=False)
     assert metrics["val_loss"] == pytest.approx(float(saver.best_model_score), rel=1e-6)
@@ -482,7 +482,7 @@ def test_one_device_and_a_job_that_died_while_it_saved() -> None:
     (left / "__shards_0_0_0.distcp").write_bytes(b"half")
     trainer.save_checkpoint(folder / "x.ckpt")
     assert os.listdir(folder) == ["x.ckpt"]
-    trainer.save_checkpoint(folder / "x.ckpt")  # in its place
+    trainer.save_checkpoint(folder / "x.ckpt")  # replaces the first one
     assert len(list((folder / "x.ckpt").glob("*.distcp"))) == 1
     (folder / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="found the file"):

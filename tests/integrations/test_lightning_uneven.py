@@ -1,5 +1,5 @@
-"""Lightning over the engine, whose ranks' loaders end at different times, beside one process that
-has the batches of all ranks."""
+"""Lightning over the engine, with loaders that end at different times on each rank, compared with
+one process that has the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def loader(sizes: Sizes, streams: bool = False, fails: bool = False) -> DataLoad
 
 
 class Ours(Net):
-    """Its own mean is that of a batch; it counts its validated samples."""
+    """With ``own_mean``, its loss is the mean over samples, by ``mean_loss``. Counts validated
+    samples."""
 
     def __init__(self, own_mean: bool = False, manual: bool = False) -> None:
         super().__init__()

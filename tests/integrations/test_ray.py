@@ -1,4 +1,4 @@
-"""Ray Train: checkpoints as Ray keeps them, and a small Ray whose worker dies."""
+"""Ray Train: checkpoints in Ray's storage, and a small cluster in which a worker dies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pool import Ranks, on_ranks
 
 
 class Storage:
-    """What Ray does on each worker: files of all workers go into one folder of its storage."""
+    """Imitates Ray's storage: files of all workers go into one folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ def train(engine: fe.Engine, optimizer: torch.optim.Optimizer, scheduler: Any, s
 
 
 def third_step(made: tuple[fe.Engine, torch.optim.Optimizer, Any, Any]) -> list[Any]:
-    """A random number drawn before it; weights and schedule after it."""
+    """A random number drawn before the step; weights and schedule after it."""
     engine, optimizer, scheduler, _ = made
     drawn = torch.rand(3)
     train(engine, optimizer, scheduler, 3)
@@ -108,7 +108,8 @@ def test_what_workers_report_is_one_checkpoint_for_any_number_of_workers(
         for rank in range(world_size):
             drawn, weights, schedule = found[rank]
             assert schedule == saved[rank][2]
-            # Ranks take the same batches, so that the mean gradient does not depend on them.
+            # All ranks take the same batches, so the mean gradient does not depend on the number of
+            # ranks.
             torch.testing.assert_close(weights, saved[rank][1], rtol=1e-4, atol=1e-5)
             if world_size == 2:
                 assert torch.equal(drawn, saved[rank][0])
@@ -146,7 +147,7 @@ def test_an_error_of_one_worker_is_raised_on_all_and_nothing_is_reported() -> No
 def test_a_worker_is_killed_and_another_number_of_workers_goes_on(
     ranks: Ranks, texts: Path, launched: Launched
 ) -> None:
-    # Sockets lie in it, whose paths may have a hundred characters.
+    # Ray puts sockets into it, whose paths may have at most about a hundred characters.
     folder_of_ray = tempfile.mkdtemp(prefix="ray", dir="/tmp")
     storage = texts / "storage"
 

@@ -47,14 +47,14 @@ def make_model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
 def loss_of(model: Any, step: int, number: int) -> Tensor:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + number))
     y = model[2](model[1](model[0](x)))
-    if number == 1 and step != 1:  # one replica's alone, and in a step none's
+    if number == 1 and step != 1:  # only in one replica's microbatch; in step 1 in none
         y = model.sometimes(y)
     loss: Tensor = (model.scale * y).square().mean()
     return loss
 
 
 class Replica(ElasticReplicas):
-    """A replica and what it trains; without a mesh it has one rank, of two."""
+    """A replica, its model and its optimizer; without a mesh it is one of two ranks."""
 
     is_closed = False
 
@@ -93,7 +93,7 @@ class Replica(ElasticReplicas):
         return self.commit()
 
     def train(self, until: int) -> list[int]:
-        """Numbers of replicas of the steps."""
+        """The number of replicas in each step."""
         found = []
         while self.step < until:
             assert self.train_step()
@@ -133,7 +133,7 @@ def train_alone(
 lighthouse = partial(lighthouse_for, Replica, join_timeout_ms=500, heartbeat_timeout_ms=1000)
 
 
-@pytest.mark.parametrize("num", [1, 3])  # of one, one replica has none
+@pytest.mark.parametrize("num", [1, 3])  # with one microbatch in all, one of the replicas has none
 @on_ranks(2)
 def test_replicas_train_as_one_process_with_the_microbatches_of_all(num: int) -> None:
     with lighthouse(2) as join:
@@ -154,7 +154,7 @@ def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> No
         if rank == 1:
             replica = join(seed=7, mesh=meshes[1])
         dist.barrier()
-        while replica.train(replica.step + 1) == [1]:  # the first one, until both do
+        while replica.train(replica.step + 1) == [1]:  # the first replica alone, until both train
             assert replica.step < 5000
         until = replica.step + 3
         assert replica.train(until) == [2] * 3
@@ -165,7 +165,7 @@ def test_a_replica_that_comes_later_gets_weights_optimizer_and_scheduler() -> No
 @pytest.mark.parametrize("failing", [pytest.param(2, marks=pytest.mark.thorough), 3])
 @on_ranks(4)
 def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) -> None:
-    """Of replicas of two ranks the second one starts later."""
+    """Two replicas of two ranks; the second starts later."""
     rank = dist.get_rank()
     mesh = mesh_of(2, 2)["inner"]
     receive = StateTransport.recv_checkpoint
@@ -245,7 +245,7 @@ def test_too_few_replicas_are_an_error_on_all_ranks() -> None:
         weights = replica.weights()
         assert not any(replica.train_step() for _ in range(2))
         assert replica._few_since is not None
-        replica._few_since -= 80.0  # as if that long ago
+        replica._few_since -= 80.0  # as if replicas had been missing for 80 s more
         with pytest.raises(TimeoutError, match="min_replicas: expected 2 replicas within 80 s"):
             replica.train_step()
         assert replica.step == 0
@@ -310,7 +310,7 @@ def test_without_a_lighthouse_there_is_an_error_and_no_wait() -> None:
 
 def train_five_steps(replica: Replica, leaves: bool = False) -> dict[str, Tensor]:
     """Full weights after steps of 5 microbatches. A replica may leave the others after 3 steps."""
-    dist.barrier()  # the lighthouse awaits replicas that it has seen
+    dist.barrier()  # the lighthouse waits for all replicas that it knows
     num_replicas = []
     while replica.step < (3 if leaves else 5):
         for number in replica.microbatches():
@@ -413,7 +413,7 @@ def later(*actions: Callable[[], None]) -> None:
 
 
 def large_state() -> dict[str, Tensor]:
-    """More than sockets buffer."""
+    """State larger than the buffers of sockets."""
     return {"weights": torch.ones(1 << 25)}
 
 
@@ -428,7 +428,7 @@ def test_all_values_arrive(both) -> None:
     }
     others = (None, 1.5, "text", torch.float8_e4m3fn)
     sender.send_checkpoint([1], 3, {**state, "others": others}, WAIT)
-    for _ in range(2):  # two replicas start
+    for _ in range(2):  # as if two replicas started
         found = receiver.recv_checkpoint(0, sender.metadata(), 3, WAIT)
         assert found.pop("others") == others
         torch.testing.assert_close(found, state, rtol=0, atol=0)
@@ -452,7 +452,7 @@ def test_a_receiver_waits_for_its_step_and_no_longer(both) -> None:
         receiver.recv_checkpoint(0, sender.metadata(), 3, WAIT)
     later(lambda: offer(4))
     assert receiver.recv_checkpoint(0, sender.metadata(), 4, WAIT) == {"step": 4}
-    later(sender.disallow_checkpoint, lambda: offer(5))  # refuses no receiver of the next step
+    later(sender.disallow_checkpoint, lambda: offer(5))  # must not refuse a receiver of step 5
     assert receiver.recv_checkpoint(0, sender.metadata(), 5, WAIT) == {"step": 5}
 
 

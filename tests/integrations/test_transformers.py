@@ -56,7 +56,7 @@ def with_adapters() -> dict[str, Any]:
 
 
 def with_optimizer() -> dict[str, Any]:
-    """It was built before."""
+    """Arguments of the trainer: a model with an optimizer that was built before."""
     model = llama()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.8, 0.9))
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -80,7 +80,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "adapters": {"trainer": with_adapters},
     "optimizer": {"trainer": with_optimizer},
 }
-# One of each kind in every run of the tests.
+# One variant of each kind; the ordinary tests run these.
 QUICK = ("each rank's own mean", "label smoothing", "checkpointing", "sgd", "adapters", "optimizer")
 
 
@@ -285,7 +285,7 @@ def check_same(plain: Any, ours: Any, rel: float) -> None:
 
 
 def generate(model: Any) -> torch.Tensor:
-    """A text of a prompt; rank 1 has a longer prompt, and a longer text."""
+    """Generate a text from a prompt; on rank 1, prompt and text are longer."""
     rank = torch.distributed.get_rank()
     prompt = torch.arange(3, 8 + rank)[None]
     return model.generate(prompt, max_new_tokens=3 + 8 * rank, do_sample=False)
@@ -332,7 +332,7 @@ def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str)
     (expected, waiting), (text, number) = found
     assert torch.equal(text, expected)
     own = 3 + 8 * torch.distributed.get_rank()
-    # The second text is that of the unsharded model, whose hooks are the user's alone.
+    # The second text is from the unsharded model, on which only the user's hooks are called.
     assert number == 2 * own
     assert waiting == 11 + own  # transformers runs forwards for the other rank
     with pytest.raises(ValueError, match=r"expected a model that has generate\(\)"):

@@ -1,4 +1,4 @@
-"""What ``FSDPEngineTrainer`` saves, and runs that continue from it."""
+"""Checkpoints of ``FSDPEngineTrainer``, and runs that resume from them."""
 
 from __future__ import annotations
 
@@ -119,13 +119,14 @@ def test_a_run_continues_along_its_curve_on_other_ranks(
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4"]
     states = [f"rng_state_{rank}.pth" for rank in range(first)] if first > 1 else ["rng_state.pth"]
     assert set(checkpoints(tmp_path / "checkpoint-4")) == {*FOLDER, *states}
-    # As a killed save leaves it, which is taken for nothing and removed.
+    # A killed save may leave such a folder. It is ignored and removed.
     (tmp_path / ".saving" / "checkpoint-6").mkdir(parents=True)
     ended, whole = ranks.run(second_run, str(tmp_path), level, world_size=second)[0]
     assert checkpoints(tmp_path) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     assert {step for step, _ in ended} == {1, 2, 3, 4, 5, 6}
     found = {**ended, **began}
-    # The mean over batches that ranks fill up differs where ranks do (the plain Trainer's, too).
+    # Ranks fill up their last batches, so this mean depends on the number of ranks (also in the
+    # plain Trainer).
     for figures_of_run in (found, whole):
         for key in [key for key in figures_of_run if key[1] == "eval_loss"]:
             del figures_of_run[key]
@@ -146,7 +147,7 @@ def test_a_run_continues_bit_by_bit_on_as_many_ranks_also_with_dropout() -> None
 
 
 def adapted(seed: int) -> Any:
-    """One base model under adapters of a seed."""
+    """The same base model, with adapters from a seed."""
     import peft
 
     base = llama()
@@ -233,7 +234,7 @@ def test_a_checkpoint_may_leave_out_the_state_or_the_model(only: bool) -> None:
     again = trainer(FULL, arguments(folder, **{**SAVES, "max_steps": 7}), llama(seed=9))
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 7
-    # Weights are those of step 6 in either case, so the loss is that of trained ones.
+    # Both have the weights of step 6, so the loss is that of a trained model.
     assert figures(again)[7, "loss"] == pytest.approx(figures(made)[6, "loss"], abs=0.5)
 
 

@@ -1,5 +1,5 @@
-"""transformers' ``Trainer`` over the engine, whose ranks' loaders end at different times, beside
-one process that has the batches of all ranks."""
+"""transformers' ``Trainer`` over the engine, with loaders that end at different times on each rank,
+compared with one process that has the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Tokens(nn.Module):
 
 
 class MeanOfBatch(Tokens):
-    """The same, without ``num_items_in_batch``: the trainer takes the mean over batches."""
+    """A :class:`Tokens` without ``num_items_in_batch``: the trainer takes the mean over batches."""
 
     def forward(
         self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor
@@ -94,7 +94,8 @@ def collate(texts: list[Batch]) -> Batch:
 
 
 class Case(NamedTuple):
-    """Sizes of the batches, by rank, and microbatches of a step; lengths of streams are unknown."""
+    """Sizes of each rank's batches, whether loaders are streams of unknown length, and microbatches
+    of a step."""
 
     sizes: tuple[tuple[int, ...], ...]
     streams: bool = False
@@ -111,7 +112,7 @@ class Case(NamedTuple):
         ]
 
     def batches_of_all(self) -> list[list[Batch]]:
-        """Those of one process, which has the batches of all ranks in a microbatch."""
+        """Microbatches of the single process: each has the batches of all ranks."""
         by_rank = [self.batches(rank) for rank in range(len(self.sizes))]
         return [[*itertools.chain(*each)] for each in itertools.zip_longest(*by_rank, fillvalue=[])]
 
@@ -144,7 +145,7 @@ class Trained(NamedTuple):
     norms: list[float]
     tokens_seen: int
     evaluated: dict[str, float]
-    # Labels that count, and logits at them, of each sample.
+    # For each sample, its labels other than -100 and the logits there.
     predicted: list[tuple[tuple[int, ...], list[float]]]
 
 
@@ -155,7 +156,7 @@ def hits(prediction: Any) -> dict[str, float]:
 
 
 class HitsByBatch:
-    """The same, batch by batch (``batch_eval_metrics``)."""
+    """Counts :func:`hits` batch by batch (``batch_eval_metrics``)."""
 
     def __init__(self) -> None:
         self._sums = dict.fromkeys(("hits", "labels"), 0.0)
@@ -177,7 +178,8 @@ def weights_of(made: Any) -> dict[str, Tensor]:
 
 
 def train(kind: str, case: Case, model: type[nn.Module], options: dict[str, Any]) -> Trained:
-    """Train, evaluate and predict, on the batches of this rank; of all, if it is the only one."""
+    """Train, evaluate and predict on this rank's batches; a single process has those of all
+    ranks."""
     as_launched()
     batches = case.batches_of_all() if num_ranks() == 1 else case.batches(dist.get_rank())
     changes = {
@@ -324,7 +326,7 @@ class Texts(Dataset[Batch]):
 
 
 def train_shared(kind: str, batch: int, accelerator: dict[str, Any], resumed: bool) -> Any:
-    """Weights, and the evaluation of a data set that accelerate deals to ranks."""
+    """Weights, and an evaluation. accelerate distributes the data set over ranks."""
     as_launched()
     folder = shared_folder()
     for path in (None, f"{folder}/checkpoint-3")[: 1 + resumed]:
@@ -353,12 +355,14 @@ def train_shared(kind: str, batch: int, accelerator: dict[str, Any], resumed: bo
 def test_a_data_set_is_dealt_without_samples_that_count_twice(
     ranks: Ranks, split: bool, resumed: bool
 ) -> None:
-    # Of 11 samples in batches of 2 on two ranks, or of 4 that are split, the last has 3.
+    # Two ranks share 11 samples, in batches of 2 each or of 4 that are split; the last batch has 3
+    # samples.
     given = {"even_batches": False, "split_batches": split}
     ((weights, evaluated),) = ranks.run(
         train_shared, "plain", 4, {}, False, world_size=1, group=False
     )
-    batch = 8 if split else 4  # then the trainer's batch is that of all ranks
+    # With split_batches, the trainer's batch size is that of all ranks together.
+    batch = 8 if split else 4
     for found, metrics in ranks.run(train_shared, FULL, batch, given, resumed, world_size=2):
         check_weights(found, weights)
         assert metrics == evaluated

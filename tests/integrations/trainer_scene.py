@@ -1,4 +1,4 @@
-"""What tests of trainers share: small models, data, and runs of theirs and ours on equal ranks."""
+"""Shared by tests of trainers: small models, data, and runs with and without the engine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def llama(seed: int = 0, **changes: Any) -> Any:
 
 
 def rows(count: int, seed: int = 1) -> Rows:
-    """Sequences of 12 tokens; the first of some have no label, so that ranks count differently."""
+    """Sequences of 12 tokens. Some begin without labels, so numbers of labels differ by rank."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -47,7 +47,7 @@ def rows(count: int, seed: int = 1) -> Rows:
 
 
 def as_launched() -> None:
-    """Say to accelerate what torchrun says, and make it forget earlier runs."""
+    """Set the environment as torchrun does, and make accelerate forget earlier runs."""
     import_without_te("transformers.trainer_seq2seq")
     from accelerate.state import AcceleratorState, GradientState
 
@@ -132,7 +132,8 @@ def figures(made: Any) -> dict[tuple[int, str], float]:
 
 
 def run(kind: str, folder: Path | None = None, **changes: Any) -> dict[tuple[int, str], float]:
-    """Train; returns the log. ``trainer=`` has arguments of the trainer, or makes them."""
+    """Train; returns the log. ``trainer=``: a dict of further arguments of the trainer, or a
+    function that returns one."""
     given = changes.pop("trainer", {})
     args = arguments(folder or shared_folder(), **changes)
     made = trainer(kind, args, **(given() if callable(given) else given))
@@ -150,7 +151,7 @@ def run_plain() -> dict[tuple[int, str], float]:
 
 
 def assert_same(found: Any, expected: Any, rtol: float = 1e-4, atol: float = 2e-5) -> None:
-    """Figures of the same steps and names, and equal as far as sums in another order allow."""
+    """Both have the same steps and names, and values equal up to the order of sums."""
     assert expected
     assert found.keys() == expected.keys()
     for key, value in expected.items():

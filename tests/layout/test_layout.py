@@ -1,4 +1,4 @@
-"""Layout: pure integers, so every rank of any world is checked here, in one process."""
+"""Layouts contain integers only, so one process can check every rank of any world."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_ranges_nest_over_depth_and_tile_the_line_at_each(layout: Layout) -> Non
         assert ranges[-1][1] == layout.numel
         assert all(one[1] == following[0] for one, following in itertools.pairwise(ranges))
     uncut = Layout(layout.slots, layout.numel, layout.inner_size, 1)
-    for inner in range(layout.inner_size):  # where nothing is cut the coordinate does not matter
+    for inner in range(layout.inner_size):  # along an unsharded axis the coordinate has no effect
         found = {uncut.range(2, Coordinate(outer, inner)) for outer in range(5)}
         assert found == {uncut.range(1, Coordinate(0, inner))}
 

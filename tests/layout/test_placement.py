@@ -1,4 +1,4 @@
-"""The planner: whatever is asked for, nothing is cut that must stay whole, and little is padded."""
+"""The placement of tensors: granules stay whole, whatever is requested, with little padding."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ WORLDS = st.tuples(st.integers(1, 40), st.integers(1, 5))
 
 @st.composite
 def requests_with_granules(draw: st.DrawFn) -> list[TensorRequest]:
-    """Matrices, vectors, scalars and empty tensors with rows, blocks of rows, or all as granule."""
+    """Matrices, vectors, scalars and empty tensors; granules are rows, blocks of rows or whole
+    tensors."""
     found = []
     for index in range(draw(st.integers(1, 12))):
         shape: tuple[int, ...] = draw(
@@ -62,7 +63,7 @@ def padding(layouts: Sequence[Layout]) -> int:
 
 
 def assert_no_boundary_cuts_a_granule(layout: Layout) -> None:
-    """Independent of what ``Layout`` checks itself: every boundary inside every tensor."""
+    """Check every shard boundary inside every tensor, independent of the checks of ``Layout``."""
     for slot in layout.slots:
         if slot.numel:
             first = round_up(slot.offset + 1, layout.shard_numel)
@@ -98,7 +99,7 @@ def test_every_request_is_placed_once_no_granule_is_cut_and_little_is_padded(
             if any(granules.get(slot.name) == granule for slot in layout.slots)
         ]
         assert len(holders) == 1
-    # The axes share one plan, and planning again gives the same.
+    # The plan depends only on the number of shards, and is reproducible.
     for inner, outer in (world, (math.prod(world), 1), (1, math.prod(world))):
         again = plan_layouts(list(requests), inner_size=inner, outer_size=outer)
         assert [(each.numel, each.slots) for each in again] == [
@@ -135,7 +136,7 @@ def shortest_shard(requests: Sequence[TensorRequest], num_shards: int, limit: in
     def fits(order: Sequence[TensorRequest], size: int) -> bool:
         end = 0
         for request in order:
-            # The first start that is legal leaves most room for those that follow.
+            # The first legal start leaves most room for later tensors.
             start = first_start(request, round_up(end, ALIGNMENT), size)
             if start is None or start + request.numel > size * num_shards:
                 return False

@@ -1,4 +1,4 @@
-"""The loop of Megatron-Core users, recorded step by step as ``reference.train`` records its own."""
+"""The training loop of Megatron-Core's users; records steps in the form of ``reference.train``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train_wrapped(
     after_backward: Callable[[], object] = nothing,
     finish: Callable[[fe.DistributedDataParallel], object] | None = None,
 ) -> list[Step]:
-    """Trains a wrapped module on this rank's parts. ``finish`` is called in the place of
+    """Trains a wrapped module on this rank's part of the data. ``finish`` is called in the place of
     ``finish_grad_sync``."""
     optimizer = make_optimizer(ddp.parameters())
     steps = []

@@ -39,7 +39,7 @@ _MODULES = (
 
 
 class _OnCpu(TorchFunctionMode):
-    """Functions that are told to use ``cuda`` use the CPU; types are named as there."""
+    """Functions use the CPU if a device argument is ``cuda``; tensor types have CUDA's names."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -56,7 +56,8 @@ class _OnCpu(TorchFunctionMode):
 
 
 def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> Any:
-    """torch's layer norm, marked as the fused one, which needs CUDA, marks its parameters."""
+    """torch's layer norm with the marks that the fused norm, which needs CUDA, sets on
+    parameters."""
     norm = torch.nn.LayerNorm(hidden_size, eps)
     for param in norm.parameters():
         param.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -64,7 +65,7 @@ def _make_norm(cls: object, config: Any, hidden_size: int, eps: float = 1e-5, **
 
 
 def load() -> None:
-    """Imports Megatron-Core without Transformer Engine, whose package without kernels is there."""
+    """Import Megatron-Core while Transformer Engine, installed without its kernels, is hidden."""
     if all(f"megatron.core.{name}" in sys.modules for name in _MODULES):
         return
     hidden = {name: sys.modules[name] for name in sys.modules if name.split(".")[0] in _ABSENT}
@@ -90,11 +91,11 @@ def load() -> None:
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Within it Megatron-Core runs on this process's CPU."""
+    """Megatron-Core runs on this process's CPU within the block."""
     load()
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    dice = torch.Generator()  # in the place of the device's
+    dice = torch.Generator()  # in place of the device's generator
 
     def state_of_dice(*args: object, **kwargs: object) -> Tensor:
         return dice.get_state()
@@ -113,13 +114,13 @@ def on_cpu() -> Iterator[None]:
             dice.set_state(state)
         ),
     }
-    # Which it looks for without saying that there is none.
+    # Megatron-Core reads this name without checking that it exists.
     no_kernel = mock.patch(
         "megatron.core.transformer.moe.moe_utils.te_general_gemm", None, create=True
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_kernel)
-        # Small functions are compiled otherwise, for a minute.
+        # Otherwise small functions would be compiled, which takes a minute.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         for name, answer in answers.items():
             stack.enter_context(mock.patch(name, answer))

@@ -1,6 +1,7 @@
-"""The calls of megatron-core that Megatron-LM's ``setup_model_and_optimizer``, ``train_step``,
-``save_checkpoint`` and ``load_checkpoint`` make, which need a GPU themselves. Three names are
-swapped: ``DistributedDataParallel``, ``finalize_model_grads`` and ``get_megatron_optimizer``.
+"""Makes the calls of megatron-core that Megatron-LM's ``setup_model_and_optimizer``,
+``train_step``, ``save_checkpoint`` and ``load_checkpoint`` make. Those functions need a GPU. Three
+names are swapped: ``DistributedDataParallel``, ``finalize_model_grads`` and
+``get_megatron_optimizer``.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ class Job:
     """Arguments of a job.
 
     Attributes:
-        level: of our wrapper; None: as ``--use-distributed-optimizer`` says.
-        ours, their_finalize, their_optimizer: our names; else Megatron-Core's, all or one of them.
+        level: level of our wrapper; None: determined by ``distributed_optimizer``.
+        ours: use this package's three names. their_finalize, their_optimizer: use this one of
+            Megatron-Core's nevertheless.
         dtype: one of DTYPES; "fp16" has a dynamic loss scale.
-        experts: ranks; layers have four experts and biased routers, or are dense (0).
+        experts: expert-parallel ranks; layers have four experts and biased routers. 0: dense.
         sync_funcs: the schedule says when to reduce and to gather.
         layers: None: 2 for each chunk.
         recompute: None, "selective", or the method of full recomputation, "uniform" or "block".
@@ -80,11 +82,12 @@ class Job:
     own_norm: bool = False
 
     def but(self, **changes: Any) -> Job:
-        """The same with other arguments."""
+        """A copy with other arguments."""
         return dataclasses.replace(self, **changes)
 
     def as_theirs(self) -> Job:
-        """By Megatron-Core's own names; its distributed optimizer takes Adam alone."""
+        """This job under Megatron-Core's own names; its distributed optimizer supports Adam
+        only."""
         return self.but(
             ours=False,
             level=None,
@@ -98,9 +101,9 @@ class Job:
 
     @property
     def limit(self) -> float:
-        """Largest relative error. The clipping coefficient differs in its last bit: now and then a
-        16-bit weight rounds the other way. Adam divides by what may be no more than rounding, and
-        gradients in bf16 are summed in another order."""
+        """Largest relative error. The clipping coefficient may differ in its last bit, and then
+        some 16-bit weights round differently. Adam may divide by values that are rounding errors,
+        and gradients in bf16 are summed in another order."""
         if not self.grads_in_fp32:
             return 2e-2
         if self.optimizer == "sgd":
@@ -109,7 +112,7 @@ class Job:
 
 
 class Report(NamedTuple):
-    """Results of a job by step; ``updated``: whether weights were."""
+    """Results of a job by step; ``updated``: whether the step changed weights."""
 
     losses: list[float]
     updated: list[bool]
@@ -128,7 +131,7 @@ def make_models(job: Job) -> tuple[Any, list[Any]]:
     dtype = DTYPES[job.dtype]
     fields: dict[str, Any] = {"hidden_size": HIDDEN, "ffn_hidden_size": 2 * HIDDEN}
     fields |= {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cpu_initialization": True}
-    # Fused kernels are compiled, for a minute.
+    # Compilation of fused kernels would take a minute.
     fields |= {"bias_activation_fusion": False, "bias_dropout_fusion": False}
     fields |= {"masked_softmax_fusion": False, "params_dtype": dtype, "pipeline_dtype": dtype}
     activation = torch.nn.functional.silu if job.gated else torch.nn.functional.gelu
@@ -222,7 +225,7 @@ class Training:
             self.config.param_sync_func = self._each("start_param_sync")
 
     def _each(self, name: str) -> Any:
-        """The method of each chunk, as schedules take them: a list only of several."""
+        """A method of the chunks in the form that schedules expect: a list if there are several."""
         methods = [getattr(chunk, name) for chunk in self.model]
         return methods if len(methods) > 1 else methods[0]
 
@@ -364,7 +367,7 @@ class Training:
             self._load_scheduler(state["opt_param_scheduler"])
 
     def _load_scheduler(self, state: Any) -> None:
-        self.scheduler.num_steps = 0  # it adds what it loads
+        self.scheduler.num_steps = 0  # load_state_dict adds the loaded number to this one
         self.scheduler.load_state_dict(state)
 
     def save_by_checkpointer(self, folder: str) -> None:
@@ -395,7 +398,8 @@ class Training:
         self.steps = state["steps"]
 
     def _checkpointer(self, folder: str) -> fe.Checkpointer:
-        """Of the engine: model-parallel ranks have engines of their own."""
+        """The engine's checkpointer; each model-parallel rank has an engine and a folder of its
+        own."""
         from megatron.core import parallel_state
 
         stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -409,7 +413,7 @@ class Training:
 
 
 def _batches(step: int, rank: int, count: int) -> Iterator[Tensor]:
-    """Of the samples of a step, numbered through, those of a data-parallel rank."""
+    """A data-parallel rank's samples of a step: ``count`` consecutive ones from all samples."""
     dice = torch.Generator().manual_seed(step)
     all_of_step = torch.randint(0, VOCAB, (16, BATCH, LENGTH + 1), generator=dice)
     return iter(all_of_step[rank * count : (rank + 1) * count])
@@ -447,7 +451,7 @@ def groups_of(job: Job) -> Iterator[None]:
 
 
 def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
-    """What differs, numbers by more than ``limit``, relatively."""
+    """Differences of two reports: numbers that differ by more than ``limit``, relatively."""
     found = []
     for name in ("losses", "updated", "norms", "zeros", "scales"):
         pairs = zip(getattr(mine, name), getattr(theirs, name), strict=True)
@@ -463,7 +467,7 @@ def differences(mine: Report, theirs: Report, limit: float) -> list[str]:
 
 
 def compare(jobs: list[Job]) -> None:
-    """Jobs have the results of those by Megatron-Core's own names."""
+    """Compare each job with the same job under Megatron-Core's own names."""
     known: dict[Job, Report] = {}
     for job in jobs:
         theirs = job.as_theirs()
@@ -476,8 +480,8 @@ def compare(jobs: list[Job]) -> None:
 
 @contextlib.contextmanager
 def may_have_children() -> Iterator[None]:
-    """Within it this process of the pool may start others, as Megatron-Core's writer does. Results
-    are passed by a queue, since a manager would need a process that imports everything."""
+    """Let this daemon process start others, as Megatron-Core's writer does. Its results pass
+    through a queue: a manager would start a process that imports everything again."""
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     name = "get_write_results_queue"
     name = name if hasattr(writer, name) else f"_{name}"  # megatron-core 0.16

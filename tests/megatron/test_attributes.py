@@ -13,10 +13,10 @@ from torch.torch_version import TorchVersion
 from tests.pool import on_ranks
 from tools import megatron_attributes as attributes
 
-# Attributes that earlier versions do not use have a reason in the page, too.
+# The page lists attributes of megatron-core 0.19, some of which earlier versions do not use.
 of_the_page = pytest.mark.skipif(
     TorchVersion(importlib.metadata.version("megatron-core")) < (0, 19),
-    reason="the page's table is of megatron-core 0.19",
+    reason="the table in docs/internals/megatron.md describes megatron-core 0.19",
 )
 
 

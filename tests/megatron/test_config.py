@@ -1,4 +1,4 @@
-"""What ``DistributedDataParallelConfig`` accepts, and how older keywords and it meet."""
+"""Values that ``DistributedDataParallelConfig`` accepts, and older keywords beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.training import mesh_of
 
 INNER, OUTER = "data_parallel_sharding_strategy", "outer_dp_sharding_strategy"
 INSTANCES, DISTRIBUTED = "num_distributed_optimizer_instances", "use_distributed_optimizer"
-# As section 1 of the interface has them.
+# The fields that are False by default.
 FALSE = re.findall(
     r"\w+",
     """grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather
@@ -48,7 +48,7 @@ LEVEL_LIST = (
     "no_shard (DDP), optim (ZeRO-1), optim_grads (ZeRO-2), optim_grads_params (ZeRO-3, FSDP)"
 )
 
-# Kind of error, the name that begins its text and words of it in their order, fields.
+# Kind of error; the name at the start of its text, and words in their order; fields.
 REFUSED: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
     *(
         (TypeError, (name, "expected True or False", f"found {value!r}"), {name: value})
@@ -71,7 +71,7 @@ REFUSED: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
         for name in (INNER, OUTER)
         for value in ("zero3", "", "OPTIM", None, 3, ["optim"])
     ),
-    # Combinations without a meaning: a field, the one that it needs, others.
+    # Combinations without a meaning: a field, a field that it requires, other fields.
     *(
         (ValueError, (name, f"expected {other}=True", f"found {other}=False"), {name: True, **more})
         for name, other, more in [
@@ -115,7 +115,7 @@ REFUSED: list[tuple[type[Exception], tuple[str, ...], dict[str, Any]]] = [
         ),
         {INSTANCES: 2},
     ),
-    # The named strategy counts, not use_distributed_optimizer.
+    # The named strategy determines the level, not use_distributed_optimizer.
     (ValueError, (INSTANCES, "found level 'no_shard'"), FSDP | {INSTANCES: 2, DISTRIBUTED: True}),
 ]
 
@@ -314,6 +314,6 @@ def test_shard_takes_the_levels_that_the_config_names() -> None:
     assert engine.buffers[0].layout.num_shards == 4
     engine = fe.shard(linear(), config=Config(use_distributed_optimizer=True))
     assert (engine.strategy.inner.name, engine.mesh.inner.size) == ("optim", 4)
-    # A config that names none leaves it to the arguments, and those to the highest level.
+    # Without a level in the config, the argument determines it; the default is the highest level.
     assert fe.shard(linear(), config=Config()).strategy.inner.name == "optim_grads_params"
     assert fe.shard(linear(), strategy="optim", config=Config()).strategy.inner.name == "optim"

@@ -25,11 +25,11 @@ from tests.training import mesh_of
 
 ROOT = "the root module"
 DIM, NUM_LAYERS = 8, 3
-NUMEL = NUM_LAYERS * 128  # of the flat buffer: a weight of 64, a bias of 8 at a multiple of 64
+NUMEL = NUM_LAYERS * 128  # of the flat buffer: in each layer 64 weights, then 8 biases padded to 64
 
 
 class Passes(TorchDispatchMode):
-    """Within it, counts in-place multiplications and divisions of ``numel`` elements."""
+    """Counts in-place multiplications and divisions of ``numel`` elements."""
 
     def __init__(self, numel: int) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def trained(ddp: fe.DistributedDataParallel) -> dict[str, torch.Tensor]:
 
 
 def gradient(ddp: fe.DistributedDataParallel) -> torch.Tensor:
-    """The whole gradient of the only parameter."""
+    """The full gradient of the only parameter."""
     (param,) = ddp.parameters()
     assert param.grad is not None
     return full(param.grad)
@@ -86,8 +86,8 @@ def sent_by(ddp: fe.DistributedDataParallel, x: torch.Tensor) -> int:
         ddp.finish_grad_sync()
     axis = ddp.engine.mesh.inner
     assert axis.reduce_group is not None
-    # On one axis the small message about the step goes the same way: a byte for each parameter
-    # and 16 about the order, there and back.
+    # On one axis the same group sends the message about used parameters: a byte for each parameter
+    # and 16 about the order of units, in an all-reduce.
     usage = 2 * (len(list(ddp.parameters())) + 16) * (axis.size - 1) // axis.size
     return messages.sent[axis.reduce_group.group_name] - usage
 
@@ -99,7 +99,7 @@ def test_grad_reduce_in_fp32_widens_what_is_kept_and_what_travels(level: str) ->
         ddp = fe.DistributedDataParallel(
             layers(torch.bfloat16), config_of(level, grad_reduce_in_fp32=in_fp32)
         )
-        # Half of the other rank's share, for an all-reduce there and back.
+        # A rank sends half of the elements; an all-reduce sends twice as much.
         times = 2 if level == "no_shard" else 1
         found = sent_by(ddp, batch(torch.bfloat16))
         assert found == times * NUMEL // 2 * dtype.itemsize, in_fp32
@@ -110,7 +110,7 @@ def test_grad_reduce_in_fp32_widens_what_is_kept_and_what_travels(level: str) ->
             for param, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
                 if level in ("no_shard", "optim"):
                     assert param.main_grad.dtype == dtype
-                assert sharded.main_grad.dtype == torch.float32  # the optimizer's
+                assert sharded.main_grad.dtype == torch.float32  # for the optimizer
         # The optimizer gets them in its weights' dtype, whatever they were summed in.
         assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
 
@@ -192,10 +192,10 @@ def test_pad_buckets_for_high_nccl_busbw_makes_every_ranks_part_a_multiple_of_65
 @on_ranks(world_size=4)
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 def test_reduce_scatter_with_fp32_accumulation_rounds_the_sum_once(level: str) -> None:
-    # 256 + 1 is 256 in bf16, three times over (in another order, 256 + 2 or 3 is 258 or 260). In
-    # fp32 the sum is 259, which rounds to 260.
+    # In bf16 256 + 1 is 256, so adding 1 three times gives 256. (In another order 256 + 2 is 258,
+    # and 256 + 3 is 260.) In fp32 the sum is 259, which rounds to 260.
     value = 256.0 if dist.get_rank() == 0 else 1.0
-    # A sum over ranks; random ones beside it.
+    # The first element is this sum over ranks; the others are random.
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(4, 64, generator=generator).to(torch.bfloat16)
     wide = (random * 0.25).float().sum(0).to(torch.bfloat16)
@@ -230,7 +230,7 @@ def test_average_in_collective_sends_gradients_as_they_are(level: str) -> None:
         def sent(
             group: Any, message: torch.Tensor, options: Any = None, found: Any = found
         ) -> None:
-            if message.dtype != torch.uint8:  # else a small message about the step
+            if message.dtype != torch.uint8:  # uint8 is the message about used parameters
                 found.append((options and options.reduceOp, message.clone()))
 
         with watched(sent, sent):
@@ -263,7 +263,7 @@ def test_gradient_reduce_div_fusion_saves_a_pass_over_gradients(level: str) -> N
                     loss.backward()
             with passes:
                 ddp.finish_grad_sync()
-            # Where gradients are cut, those of each microbatch travel.
+            # Sharded gradients are reduced in each microbatch.
             cut = level in ("optim_grads", "optim_grads_params")
             times = num_micro if cut else 1
             expected = 0 if fused else times * len(ddp.engine.buffers)
@@ -282,14 +282,14 @@ def test_preserve_fp32_weights_decides_which_weights_are_held(level: str) -> Non
         cut = level == "optim_grads_params"
         share = 1 if level == "no_shard" else 2
         expected = {"main": NUMEL * 4 // share} if preserve else {}
-        if not (cut and preserve):  # else the gather casts main weights straight into the full ones
+        if not (cut and preserve):  # else main weights are cast directly into the full weights
             expected["model"] = NUMEL * 2 // (2 if cut else 1)
         assert {role: held.get(role, 0) for role in expected} == expected
         assert held.keys() - {"grad"} == expected.keys()
 
 
 def assert_bytes_at_rest(inner: str, outer: str, *shape: int) -> None:
-    """Main weights are a part of the compute weights, except where those are cut less."""
+    """Main weights are this rank's part of the compute weights, and need no memory of their own."""
     ddp = fe.DistributedDataParallel(layers(), config_of(inner, outer), mesh_of(*shape))
     trained(ddp)
 
@@ -315,14 +315,15 @@ def test_outer_dp_sharding_strategy_says_what_is_cut_along_the_outer_axis() -> N
         assert_bytes_at_rest("optim_grads_params", outer, 2, 2)
 
 
-# When: fields that change the order of a step's events, and no number of collectives or bytes.
+# Fields that change when collectives are issued, but not their number or bytes.
 
-SIZE = 128  # of each layer: its weight, and its bias at a multiple of 64
+SIZE = 128  # elements of a layer: 64 weights, and biases padded to 64
 CALLS = [f"call layers.{number}" for number in range(NUM_LAYERS)]
 
 
 class Run:
-    """Steps of a wrapped model, the first of which has shown the order. A layer is a bucket."""
+    """Steps of a wrapped model; the first one records the order of units. Each layer is a
+    bucket."""
 
     def __init__(self, level: str, **fields: Any) -> None:
         torch.manual_seed(0)
@@ -357,7 +358,8 @@ def test_align_param_gather_leaves_gathers_to_start_param_sync(level: str) -> No
     for align in (False, True):
         run = Run(level, align_param_gather=align, suggested_communication_unit_size=10_000)
         run.step(1)
-        # One by one, each when the first module needs it; cut parameters as always.
+        # Each bucket is gathered when its first module needs it; sharded parameters are gathered as
+        # usual.
         aligned = align and level != "optim_grads_params"
         expected = one_by_one(everything) if aligned else [*everything, *CALLS]
         assert run.timeline.in_phase("forward") == expected
@@ -372,7 +374,8 @@ def test_suggested_communication_unit_size_says_how_much_is_gathered_ahead(level
     everything = gathers(level)
     ahead = [*everything, *CALLS]
     one_ahead = [*everything[:2], CALLS[0], everything[2], *CALLS[1:]]
-    # Weights that stay whole are brought up to date in memory that is held anyway: all at once.
+    # Unsharded weights are gathered into memory that is allocated anyway: a budget above 0 gathers
+    # all at once.
     cut = level == "optim_grads_params"
     expected = {0: one_by_one(everything), 1: one_ahead if cut else ahead, 100 * SIZE: ahead}
     for budget, events in expected.items():
@@ -381,7 +384,8 @@ def test_suggested_communication_unit_size_says_how_much_is_gathered_ahead(level
         assert run.engine.budget == budget
         assert run.timeline.in_phase("forward") == events, budget
     engine = Run(level).engine
-    # The mean unit, and twice it for gradients; the root, which has no parameters, is none.
+    # The budget is the mean size of a unit, and twice it for gradients. The root has no parameters
+    # and is not counted.
     assert (engine.budget, engine.staging_budget) == (SIZE, (2 * SIZE, 1))
 
 
@@ -394,13 +398,13 @@ def test_suggested_communication_unit_size_bounds_gradient_buffers_in_use() -> N
         assert run.engine.peak_memory_bytes()["staging"] == most * SIZE * 4
 
 
-CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are whole
+CUT_MODEL = {"bucket_size": 300}  # three buckets where parameters are not sharded
 
 
 def expected_phases(
     levels: Strategy, reduces: bool, is_ahead: bool, num_axes: int
 ) -> set[tuple[str, str]]:
-    """(phase, collective) of a step of several microbatches after others."""
+    """(phase, collective) of a step of several microbatches, after earlier steps."""
     optim, grad, param = (levels.depth(role) for role in (Role.OPTIM, Role.GRAD, Role.PARAM))
     found: set[tuple[str, str]] = set()
     for depth, axis in enumerate(AXIS_BELOW_DEPTH[:num_axes]):
@@ -412,7 +416,7 @@ def expected_phases(
         if depth < param:
             found |= {("forward", gather), ("backward", gather)}
         elif depth < optim:
-            # Weights that stay whole along all axes are gathered right after the step.
+            # Unsharded weights are gathered right after the step.
             found.add(("forward" if is_ahead or param else "optimizer", gather))
     return found
 
@@ -422,8 +426,8 @@ def batches_of(num_micro: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> None:
-    """Collectives, their bytes and weights are the same whatever the phases; ``test_counts.py``
-    compares bytes with the levels."""
+    """Number and bytes of collectives, and weights, do not depend on the overlap options;
+    ``test_counts.py`` compares bytes with the levels."""
     levels, num_axes = Strategy.from_names(inner, outer), len(shape)
     weights, traffic = [], []
     for reduces, is_ahead in ((False, False), (True, False), (True, True)):
@@ -444,7 +448,7 @@ def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> None:
             counts, _ = expected_collectives(ddp.engine, levels, num_micro)
             kinds = ("all-gather", "reduce-scatter", "all-reduce")
             found = {k: v for k, v in messages.operations.items() if k.startswith(kinds)}
-            # Along an outer axis of one rank there are none.
+            # With one axis there are no outer collectives.
             one_axis = {k: v for k, v in counts.items() if "outer" not in k}
             assert found == (counts if num_axes == 2 else one_axis), (reduces, num_micro)
         phases = {

@@ -76,7 +76,8 @@ def forward(chunks: nn.ModuleList, x: Tensor) -> Tensor:
 
 
 def train_chunks(level: str) -> None:
-    """One optimizer steps them: ranks gather their weights in one order."""
+    """One optimizer steps several chunks, so all ranks must gather their weights in the same
+    order."""
     torch.manual_seed(0)
     alone = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(NUM_CHUNKS)])
     config = config_of(level, bucket_size=10)
@@ -124,7 +125,7 @@ def test_schedules_refresh_cached_weights_once_a_step() -> None:
     config = fe.DistributedDataParallelConfig(use_distributed_optimizer=True)
     model = fe.DistributedDataParallel(nn.Sequential(layers[0], nn.ReLU(), layers[1]), config)
     for step in range(3):
-        model.set_is_first_microbatch()  # by Megatron-Core's schedules
+        model.set_is_first_microbatch()  # Megatron-Core's schedules call this
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
         model.finish_grad_sync()
@@ -151,7 +152,7 @@ def backward(ddp: fe.DistributedDataParallel, seed: int = 0, finish: bool = Fals
 
 
 def mean_gradients(*seeds: int, ranks: tuple[int, ...] = (0, 1)) -> dict[str, Tensor]:
-    """Sums over seeds of the gradients of one process, on the batches of two ranks."""
+    """Gradients of one process: the mean over the batches of two ranks, summed over seeds."""
     alone = make()
     for seed in seeds or (0,):
         for rank in ranks:
@@ -207,7 +208,7 @@ def test_keys_are_the_modules_own_and_values_sharded_where_the_strategy_shards(l
     expected.backward()
     ddp.finish_grad_sync()
     sgd(ddp.parameters()).step()
-    ddp.start_param_sync()  # of values that are to be replaced
+    ddp.start_param_sync()  # gathers values that the load then replaces
     ddp.load_state_dict(values)
     assert torch.allclose(ddp(*batch), expected, rtol=1e-6)
 
@@ -220,7 +221,7 @@ def test_scale_gradients_scales_all_gradients(level: str) -> None:
         ddp = wrapped(level, overlap)
         with ddp.no_sync():
             backward(ddp)
-        ddp.scale_gradients(factor)  # half of the first microbatch
+        ddp.scale_gradients(factor)  # halves the gradients of the first microbatch
         backward(ddp)
         ddp.finish_grad_sync()
         assert_gradients(ddp, expected, 1.5)
@@ -257,7 +258,7 @@ def test_gradients_of_no_sync_stay_in_main_grad_until_they_are_reduced(
     ddp = wrapped(level, overlap)
     own = mean_gradients(ranks=(dist.get_rank(),))
     with ddp.no_sync():
-        with suppress(KeyError), ddp.no_sync():  # nests, and is restored after an exception
+        with suppress(KeyError), ddp.no_sync():  # nested; an exception restores no_sync()
             raise KeyError
         backward(ddp)
     for buffer in ddp.engine.buffers:
@@ -268,7 +269,7 @@ def test_gradients_of_no_sync_stay_in_main_grad_until_they_are_reduced(
             assert hasattr(param, "main_grad") == (level in WHOLE_GRADS)
             if level in WHOLE_GRADS:
                 assert relative_error(param.main_grad, own[record.name]) < 1e-6, record.name
-            if sharded is not param:  # of that the part that lies here
+            if sharded is not param:  # main_grad of a sharded parameter is this rank's slice
                 found = sharded.main_grad
                 assert found.flat_placement == sharded.flat_placement
                 if level in WHOLE_GRADS:
@@ -398,7 +399,7 @@ def test_start_param_sync_within_a_forward_or_a_backward_sends_nothing(level: st
 
 
 def train_with_everything(ddp: fe.DistributedDataParallel, starts_gathers: bool) -> None:
-    """With everything that a loop may do in between."""
+    """A loop with all calls that a program may make between forwards and backwards."""
     optimizer = reference.adamw(ddp.parameters())
     for step in range(3):
         ddp.zero_grad_buffer(zero_buffer=step == 1)

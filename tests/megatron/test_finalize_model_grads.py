@@ -1,4 +1,4 @@
-"""finalize_model_grads: whose gradients it sums, its collectives, and its errors.
+"""finalize_model_grads: which gradients it sums, its collectives, and its errors.
 
 ``test_megatron_core.py`` trains with it beside Megatron-Core's own.
 """
@@ -47,7 +47,8 @@ def mark(module: nn.Module, *marks: str) -> None:
 
 
 class Gate(nn.Module):
-    """A router with a bias that only steers, and counts of tokens."""
+    """A router with an expert bias, which only affects the choice of experts, and counts of
+    tokens."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
@@ -159,13 +160,14 @@ def test_token_counts_of_routers_are_summed_over_all_these_groups(axes: tuple[st
     for each in gates:
         each.local_tokens_per_expert[dist.get_rank()] = 2.0 ** dist.get_rank()
     finalize(chunks, groups=groups)
-    # 1, 2, 4, 8 against 3.75; every smaller set of ranks would move some other way.
+    # The counts 1, 2, 4, 8 are compared with their mean, 3.75. A sum over fewer ranks would give
+    # other signs.
     moved = 1e-3 * torch.tensor([1.0, 1.0, -1.0, -1.0])
     assert torch.equal(gate.expert_bias, moved)
     assert not frozen.expert_bias.any()
     assert not teacher.expert_bias.any()
     assert not any(each.local_tokens_per_expert.any() for each in gates)
-    # Integers, and a rate of one's own; equal counts move nothing.
+    # Integer counts, and another update rate; experts with the mean count do not change.
     gate.local_tokens_per_expert = torch.full((4,), 2**30, dtype=torch.int64)
     gate.local_tokens_per_expert[3] += dist.get_rank() == 2
     config = SimpleNamespace(moe_router_bias_update_rate=0.5)
@@ -258,7 +260,7 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
     model = Bag(*names)
     mark(model, "sequence_parallel")
     chunk = Chunk(model, mesh["data"], strategy)
-    # Weight decay shows gradients that should be None.
+    # With weight decay, a zero gradient in the place of None would change the weight.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.1)
     place = mesh.get_local_rank("tensor")
     expected = dict.fromkeys(names, torch.ones(3, 5))
@@ -287,7 +289,8 @@ def test_a_gradient_that_one_rank_of_a_group_has_all_of_them_get(strategy: str) 
 def test_each_part_is_one_all_reduce_after_the_first_call(strategy: str) -> None:
     mesh = grid(tensor=2, data=2)
     place = mesh.get_local_rank("data")
-    # With four ranks, the same two play all parts of model parallelism; the groups differ.
+    # The two ranks of each of these groups stand for all model-parallel ranks; each field has its
+    # own group.
     others = {
         field: [dist.new_group([each, each + 2]) for each in range(2)][place]
         for field in ("pipeline", "embedding", "position_embedding")
@@ -308,7 +311,8 @@ def test_each_part_is_one_all_reduce_after_the_first_call(strategy: str) -> None
     spanned = spanned_group(torch.device("cpu"), groups.pipeline, groups.data, groups.context)
     assert spanned is not None
     assert spanned.size() == 4
-    # Part 3 has sums, averages and norms of queries; parts 5 and 6 have the same ranks here.
+    # The tensor group sums, averages and reduces norms of queries in one call; both last calls have
+    # the same ranks here.
     both_ends = (groups.embedding, groups.position_embedding)
     expected = (groups.pipeline, groups.tensor, *both_ends, spanned, spanned)
     assert messages.calls == Counter((group.group_name, "allreduce_") for group in expected)
@@ -317,7 +321,7 @@ def test_each_part_is_one_all_reduce_after_the_first_call(strategy: str) -> None
 
 
 class Waits(TorchDispatchMode):
-    """Within it, notes the operations for which the host waits."""
+    """Records the operations for which the host waits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -370,7 +374,8 @@ def test_biases_of_quantile_balancing_are_averaged_over_microbatches_and_ranks()
     finalize([chunk], groups=groups, config=SimpleNamespace())
     none = SimpleNamespace(moe_router_load_balancing_type=None)
     finalize([chunk], groups=groups, config=none)
-    assert model.gate.qb_beta_count.item() == 2 * dist.get_rank()  # another balancing
+    # This type of balancing does not use qb_beta.
+    assert model.gate.qb_beta_count.item() == 2 * dist.get_rank()
     config = SimpleNamespace(
         moe_router_load_balancing_type="quantile_balancing", moe_router_quantile_balancing_ema=0.5
     )
@@ -450,7 +455,8 @@ def test_a_missing_group_raises_before_any_communication() -> None:
         refused(words, ValueError, chunk, 5, groups=groups)
         assert not chunk.num_finished
         assert_values(model, weight=1.0, other=1.0)
-        # One that is frozen, before or after, needs none; nor does a mark that says False.
+        # A frozen parameter needs no group, before or after the first call; nor does one whose mark
+        # is False.
         model.other.requires_grad_(False)
         model.zero_grad()
         finalize([chunk], groups=groups)

@@ -126,7 +126,7 @@ def test_it_is_taken_for_the_class_that_it_replaces(cls: Any) -> None:
     ddp = wrapped(cls, their_config())
     from megatron.core import distributed, utils
 
-    # Processes without it read pickles of this one.
+    # Pickles must also load in processes that cannot import megatron.
     assert b"megatron" not in pickle.dumps(torch.ones(2))
     assert isinstance(ddp, getattr(distributed, cls.__name__))
     assert not isinstance(ddp, distributed.DistributedDataParallel)
@@ -236,7 +236,7 @@ def test_reshard_after_forward() -> None:
         ddp = same_weights(TorchFullyShardedDataParallel, config)
         ddp.zero_grad_buffer()
         loss = ddp(batch(9))
-        # A root that backward begins with stays in any case, until backward is over.
+        # A root with which backward begins stays full until the end of backward.
         full = held(ddp).get("full", 0)
         assert (full == 4 * NUM_ELEMENTS) == (not reshards), full
         loss.backward()
@@ -244,7 +244,7 @@ def test_reshard_after_forward() -> None:
         assert "full" not in held(ddp)
         with torch.no_grad():
             ddp(batch(9))
-    for number in (1, 2):  # of ranks
+    for number in (1, 2):  # number of ranks
         config = torchs_config(reshard_after_forward=number)
         ddp = wrapped(TorchFullyShardedDataParallel, config)
         stays = {unit.options.keeps_after_forward for unit in ddp.engine.units}
@@ -327,4 +327,5 @@ def test_an_error_of_one_rank_is_raised_on_the_ranks_of_its_mesh() -> None:
         if rank < 2:
             with pytest.raises(ValueError, match=words):
                 wrapped(cls, config, mesh=mesh, **(wrong if rank == 1 else {}))
-    wrapped(FullyShardedDataParallel, their_config())  # over all ranks, which the error is not of
+    # Collective over all ranks, also those that had no error.
+    wrapped(FullyShardedDataParallel, their_config())

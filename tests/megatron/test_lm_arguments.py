@@ -1,5 +1,5 @@
-"""Megatron-LM's arguments choose wrapper and level, by the calls of its loop: the example of
-``docs/internals/megatron.md``, and Megatron-Core's configs as they are."""
+"""Megatron-LM's arguments determine wrapper and level, as its training loop does: the example in
+``docs/internals/megatron.md``, with Megatron-Core's unchanged configs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OVERLAP = "--overlap-grad-reduce --overlap-param-gather"
 
 
 def key_of(arguments: str) -> str:
-    """Those that say nothing of data parallelism."""
+    """The arguments without those of data parallelism."""
     words = [word for word in arguments.split() if "fsdp" not in word and "overlap" not in word]
     for name in ("--data-parallel-sharding-strategy", "--outer-dp-sharding-strategy"):
         while name in words:
@@ -40,7 +40,7 @@ def key_of(arguments: str) -> str:
 
 @functools.cache
 def reference(arguments: str, world_size: int) -> Trained:
-    """Megatron-Core's own DistributedDataParallel; computed once in a rank's process."""
+    """A run with Megatron-Core's own DistributedDataParallel, cached in each process."""
     args = parse_args(arguments.split())
     with megatron_core(args):
         from megatron.core import distributed, optimizer
@@ -57,7 +57,7 @@ def reference(arguments: str, world_size: int) -> Trained:
 
 
 def compare(rows: list[tuple[str, str]], limit: float) -> None:
-    """Runs by these arguments are as their references, at these levels."""
+    """Runs with these arguments have the results of their references, and these levels."""
     for arguments, level in rows:
         args = parse_args(arguments.split())
         with megatron_core(args):
@@ -78,7 +78,7 @@ MORE = f"{OVERLAP} --ddp-num-buckets 3 --num-layers 2"
     [
         pytest.param(ROWS, SGD, 1, 2e-6, marks=thorough, id="one rank"),
         pytest.param(ROWS, SGD, 2, 2e-6, id="each row of the table"),
-        # Adam divides by rounding where a gradient is next to nothing. FSDP2 reduces in bf16.
+        # Where gradients are almost 0, Adam divides by rounding errors. FSDP2 reduces in bf16.
         pytest.param(ROWS, MORE, 2, 1e-4, marks=thorough, id="overlap"),
         pytest.param(ROWS, "--bf16", 2, 2e-2, marks=thorough, id="bf16"),
         *(

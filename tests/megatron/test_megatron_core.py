@@ -62,7 +62,7 @@ FOUR_RANKS = {
 
 
 ALL = LEVEL_NAMES
-# Levels in the ordinary runs.
+# Levels that the ordinary tests run, by test.
 OFTEN = {
     "buckets": ALL[::2],
     "bf16_adam": ALL[1::2],
@@ -181,7 +181,7 @@ def test_memory_of_gradients_is_freed_and_allocated_again(level: str) -> None:
 
 
 def whole_grads(ddp: fe.DistributedDataParallel) -> dict[str, Tensor]:
-    """As Megatron-LM collects them for ``--save-wgrads-interval``."""
+    """Gradients in the form in which Megatron-LM collects them for ``--save-wgrads-interval``."""
     params = ddp.module.named_parameters()
     return {n: p.main_grad.cpu() for n, p in params if getattr(p, "main_grad", None) is not None}
 
@@ -202,7 +202,7 @@ def test_force_all_reduce_gathers_full_gradients_on_every_rank(level: str) -> No
             for buffer in ddp.engine.buffers:
                 for param, sharded in zip(buffer.full_params, buffer.sharded_params, strict=True):
                     assert torch.equal(param.main_grad, full(sharded.grad))
-        if dist.get_rank() == 0:  # without the others
+        if dist.get_rank() == 0:  # on one rank alone: this is no collective
             found = whole_grads(ddp)
             assert found.keys() == expected.keys()
             assert all(type(value) is Tensor for value in found.values())
@@ -246,7 +246,7 @@ def test_main_grad_is_assigned_and_deleted_as_an_attribute(level: str) -> None:
 
 @dataclasses.dataclass
 class TheirConfig:
-    """A config of another class with fields of Megatron-Core's, some of which we have not."""
+    """A config of Megatron-Core's, of another class; our config lacks some of its fields."""
 
     overlap_grad_reduce: bool = False
     use_distributed_optimizer: bool = False
@@ -332,7 +332,7 @@ def test_groups_are_those_of_the_collection() -> None:
     dist.all_reduce(both[index], group=tensor)
     for found in (finalized(groups), finalized()):
         assert all(map(torch.allclose, found, both))
-    # Marks count where the model's config says so.
+    # The marks have an effect only if the model's config enables sequence parallelism.
     ddp.config.sequence_parallel = False
     assert all(map(torch.equal, finalized(groups), alone))
     with pytest.raises(ValueError, match="groups, pg_collection: expected one of them"):
@@ -359,7 +359,8 @@ def test_its_helpers_take_the_wrapper_for_its_own(level: str) -> None:
         other_config, others = make_models(job)
         inner = wrap(job, other_config, others[0])
         assert utils.unwrap_model(Float16Module(config, inner)) is inner.module
-        # Every module saves full weights, which the optimizer takes.
+        # State dicts of all wrapped modules have full weights, and the optimizer accepts each of
+        # them.
         options = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True, params_dtype=torch.bfloat16)
         optimizer = get_megatron_optimizer(options, [ddp])
         values = tensors_of(ddp)

@@ -1,6 +1,6 @@
-"""Megatron-LM's loop with ``get_megatron_optimizer`` of this package: steps are those of
-Megatron-Core's own optimizers, ``DistributedOptimizer`` with Adam, and state is saved and resumed
-by Megatron-Core's checkpointing and by ours.
+"""Megatron-LM's loop with ``get_megatron_optimizer`` of this package gives the steps of
+Megatron-Core's own optimizers, of ``DistributedOptimizer`` with Adam. State is saved and resumed by
+Megatron-Core's checkpointing and by ours.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ def test_steps_are_those_of_its_optimizers(ranks: Ranks, name: str) -> None:
 
 
 class Resumed(NamedTuple):
-    """A job is saved after ``before`` steps; steps after it are made again by a job that loads."""
+    """A job is saved after ``before`` steps and trains on; another job loads it and repeats the
+    later steps."""
 
     job: Job
     changed: dict[str, Any] = {}  # noqa: RUF012
@@ -171,7 +172,7 @@ def test_state_is_resumed(ranks: Ranks, tmp_path: Path, case: Resumed) -> None:
     first, second = case.ranks
     saved = (case.job, case.way, str(tmp_path), case.before, 2)
     straight = ranks.run(save_half_way, *saved, world_size=first)[-1]
-    # Scheduler, steps and state of the one that loads are others before.
+    # Before the load, scheduler, steps and state of this job are different.
     loaded = (case.job.but(**case.changed), case.way, str(tmp_path), 2, 1)
     resumed = ranks.run(resume, *loaded, world_size=second)[-1]
     assert not differences(resumed, straight, case.limit)
@@ -297,7 +298,7 @@ def test_unsupported_options_raise() -> None:
             vars(config).update(fields)
             return partial(get_megatron_optimizer, config, model)
 
-        # Weights in a narrow dtype alone.
+        # Without fp32 main weights.
         narrow = fe.DistributedDataParallelConfig(
             use_distributed_optimizer=True, preserve_fp32_weights=False
         )

@@ -21,7 +21,7 @@ from tests.processes import ROOT, printed, torchrun
 pytestmark = pytest.mark.thorough
 
 TINY = GPTConfig(sequence_length=32, num_layers=2, width=32, num_heads=4)
-# Where each tensor rank has its part of a parameter, if it has not the whole.
+# The dimension along which tensor ranks share a parameter; other parameters are replicated.
 CUTS = {"qkv.weight": 0, "qkv.bias": 0, "up.weight": 0, "up.bias": 0}
 CUTS |= {"out.weight": 1, "down.weight": 1}
 
@@ -31,7 +31,7 @@ def own_part(name: str, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.
     layer = name.split(".", 3)[-1] if name.startswith("blocks") else name
     if layer not in CUTS:
         return whole
-    # Of query, key and value each rank has its heads.
+    # Each rank has some heads of query, key and value.
     stacked = whole.chunk(3 if layer.startswith("qkv") else 1)
     return torch.cat([each.chunk(group.size(), CUTS[layer])[group.rank()] for each in stacked])
 
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_the_plain_model() -> None:
                 assert part.shape == whole.shape
                 dist.all_reduce(grad, group=group)
             part = own_part(name, whole.grad, group)
-            # Keys' biases have none but rounding.
+            # Gradients of keys' biases are rounding errors only.
             torch.testing.assert_close(grad, part, rtol=1e-4, atol=1e-4, msg=name)
 
 

@@ -1,7 +1,7 @@
-"""Bytes at rest and at peak, exact, for every pair of levels; and that the books tell the truth.
+"""Exact bytes at rest and at peak, for every pair of levels; recorded bytes equal the real ones.
 
-Expected are the formulas of ``strategies/`` (the part of each role that a rank holds) times what
-``describe()`` reports as elements and padding.
+Expected bytes are the formulas of ``strategies/`` (the part of each role that a rank holds) times
+the elements and padding that ``describe()`` reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def expected_rest(strategy: Strategy, numel: int, policy: str, has_grads: bool) 
     """Bytes by role for ``numel`` elements, padding included."""
     _, compute, main, grad, _ = POLICIES[policy]
     optim, params = part(strategy, Role.OPTIM), part(strategy, Role.PARAM)
-    # Compute weights persist where they are main weights, whole, or cut less than main weights.
+    # Compute weights persist if they are the main weights, unsharded, or sharded less than main
+    # weights.
     persist = not main or params == 1 or params > optim
     found = {
         "main": main * optim * numel,
@@ -65,7 +66,7 @@ def width_of(model: nn.Module) -> int:
 
 
 def storages_of(thing: Any) -> Iterator[torch.UntypedStorage]:
-    """Every storage that weights or gradients hold on to, or what belongs to them."""
+    """Every storage that ``thing`` refers to, directly or through its attributes and lists."""
     if isinstance(thing, TransientStorage):
         yield thing._storage
     elif isinstance(thing, Tensor):
@@ -83,7 +84,7 @@ def real_bytes(engine: Any) -> int:
     held = [each for buffer in engine.buffers for each in (buffer.weights, buffer.grads)]
     storages = {s._cdata: s for each in held for s in storages_of(each)}
     transients = engine.buffers[0].context.memory.transients
-    # Of the two objects of a transient storage one has the memory.
+    # A transient storage is two objects, of which only one has the memory.
     return sum(
         storage.nbytes()
         for key, storage in storages.items()
@@ -107,7 +108,7 @@ def test_bytes_at_rest_are_those_of_the_formulas(strategy: str, outer: str, all_
             # Shards of four ranks are at most 64 elements a rank and tensor longer.
             assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(layouts)
             for num_steps in range(3):
-                # Where something is cut, gradients' memory goes when they are cleared.
+                # Sharded gradients are freed when they are cleared.
                 stays = num_steps > 0 and part(levels, Role.OPTIM) == 1
                 expected = expected_rest(levels, numel, name, has_grads=stays)
                 assert engine.memory_bytes() == expected, (name, num_steps)
@@ -127,9 +128,11 @@ def expected_peak(
     rest = expected_rest(strategy, root + NUM_BLOCKS * block, policy, True)
     kept = POLICIES[policy][3] * part(strategy, Role.GRAD)  # bytes of gradients by element
     is_sharded = strategy.shards(Role.GRAD, Axis.INNER)
-    moments = []  # when the first gradient of each block comes, from the last block on; the end
+    # At the first gradient of each block, in backward order, and at the end of backward.
+    moments = []
     for done in range(NUM_BLOCKS + 1):
-        # Of blocks that are reduced, or that are being written where gradients are whole.
+        # Blocks that are reduced; if gradients are not sharded, also the block that is being
+        # written.
         num_kept = done if is_sharded else min(done + 1, NUM_BLOCKS)
         moment = {"full": 0, "staging": 0, "grad": round(kept * num_kept * block)}
         if not is_sharded or done == NUM_BLOCKS:
@@ -141,7 +144,8 @@ def expected_peak(
             num_ahead = min(-(-budget // block), NUM_BLOCKS - 1 - done)
             moment["full"] = compute * (root + (1 + num_ahead) * block)
         if is_sharded:
-            # The root's gradients come first and stay, beside what the budget allows in flight.
+            # The root's gradients are written first and stay in staging, in addition to those
+            # within the budget.
             num_staged = min(max(budget // block, 1), 1 + done, NUM_BLOCKS)
             moment["staging"] = wire * (root + num_staged * block)
         moments.append(moment)
@@ -199,7 +203,7 @@ def test_the_books_equal_the_storages_at_every_moment_of_a_step(policy: str) -> 
         step(model, engine, optimizer)
     assert len(seen) == 2 * 2 * 2 * NUM_BLOCKS
     assert all(booked == real for booked, real in seen)
-    assert len(set(seen)) > 3  # memory came and went
+    assert len(set(seen)) > 3  # memory was allocated and freed
     look()
     assert seen[-1][0] == min(booked for booked, _ in seen[-4 * NUM_BLOCKS :])
 
@@ -229,7 +233,7 @@ def test_views_outlive_the_memory_behind_them_and_see_the_next() -> None:
     storage.fill()
     whole.copy_(torch.arange(6.0))
     assert view.tolist() == [[2.0, 3.0], [4.0, 5.0]]
-    assert view._version == version  # refilling is no in-place change that autograd would see
+    assert view._version == version  # autograd must not count a refill as an in-place change
     storage.free()
     with pytest.raises(AssertionError, match="memory behind it"):
         storage.view(0, (6,))
@@ -257,7 +261,8 @@ def test_transient_storages_never_share_memory_and_idle_memory_has_a_bound() -> 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 def test_pages_between_small_allocations_are_handed_back_after_so_many_backwards() -> None:
     books = Memory(torch.device("cpu"))
-    kept, size = [], 100 * 1024  # glibc's heap has these; larger ones may be mapped each by itself
+    # Allocations of this size are on glibc's heap; larger ones may be mapped individually.
+    kept, size = [], 100 * 1024
     freed = []
     for _ in range(1000):
         freed.append(torch.ones(size, dtype=torch.uint8))
@@ -302,7 +307,7 @@ def test_pinned_host_memory_is_as_large_as_asked_and_goes_with_its_block(
 
 
 def test_host_memory_that_cannot_be_pinned_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And CUDA's error is taken, which torch would find after its next kernel."""
+    """CUDA's error is cleared; otherwise torch would raise it after its next kernel."""
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeRuntime(code=2))
     taken: list[str] = []
     runtime = SimpleNamespace(cudaGetLastError=lambda: taken.append("error"))

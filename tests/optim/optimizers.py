@@ -25,13 +25,13 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "ASGD": torch.optim.ASGD,
     "Rprop": torch.optim.Rprop,
 }
-# Those of them that take `fused=True`.
+# The optimizers above that take `fused=True`.
 FUSED = {"AdamW", "Adam-amsgrad", "SGD", "SGD-momentum", "Adagrad"}
 
 
 class Lion(torch.optim.Optimizer):
-    """An optimizer of another package, as far as torch knows: it counts its steps in its groups
-    and in itself, and replaces its state tensors."""
+    """Imitates an optimizer of another package: it counts steps in its groups and in an attribute,
+    and replaces its state tensors."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr, "k": 0})
@@ -65,7 +65,7 @@ MAKERS: dict[str, Callable[..., Any]] = {
 
 @contextmanager
 def counting_chunks() -> Iterator[list[int]]:
-    """How many chunks were on the device after each change."""
+    """Number of chunks on the device, after each one that is filled or freed."""
     counts = [0]
 
     def counted(method: Callable[[TransientStorage], None]) -> Callable[[TransientStorage], None]:

@@ -48,7 +48,7 @@ class Pair:
             q.grad = p.grad.local.clone()
 
     def check(self, *optimizers: Any) -> None:
-        """Parameters agree bit by bit; given both optimizers, so does their state."""
+        """Parameters are equal bit by bit. With both optimizers, their state is, too."""
         for p, q in zip(self.flat, self.plain, strict=True):
             assert torch.equal(p.local, q.detach())
         if optimizers:
@@ -78,15 +78,16 @@ def step_both(pair: Pair, sharded: Any, plain: Any, num_steps: int = 1) -> None:
 
 @contextmanager
 def mesh_in_name_only() -> Iterator[DeviceMesh]:
-    """The mesh of rank 1 of four that exist in name only."""
+    """A mesh of four ranks, of which only this one, rank 1, exists."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
     yield init_device_mesh("cpu", (4,))
     dist.destroy_process_group()
 
 
 class Counting(torch.optim.Optimizer):
-    """SGD with signs, state in Python numbers, state of no parameter, deletions and defaults. Looks
-    its state up as any dict lets it: by ``in``, ``get`` and in loops."""
+    """SGD with signs, with unusual state: Python numbers, state of no parameter, deletions,
+    defaults. It reads its state in every way that a dict allows: by ``in``, ``get`` and in
+    loops."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1, "num_steps": 0})

@@ -63,7 +63,7 @@ def test_norms_of_sharded_tensors_are_as_accurate() -> None:
         largest: Any = engine.clip_grad_norm_("1e9", "inf")  # type: ignore[arg-type]
         assert largest == all_values.abs().max()  # torch takes strings, too
         norms = [(engine.clip_grad_norm_(1e9), all_values, 2)]
-        if level != "no_shard":  # there torch sums plain tensors
+        if level != "no_shard":  # at no_shard, torch sums plain tensors, less accurately
             norms += [
                 (model.weight.detach().norm(), weight, 2),
                 (torch.linalg.vector_norm(model.weight.detach(), 3), weight, 3),

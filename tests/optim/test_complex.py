@@ -90,7 +90,8 @@ def test_torch_clips_them_too() -> None:
 @pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
 @on_ranks(2)
 def test_parts_of_a_complex_parameter_are_sharded_views(level: str) -> None:
-    """Views of a sharded complex parameter as pairs of real numbers, and back."""
+    """A sharded complex parameter can be viewed as pairs of real numbers, and such pairs as
+    complex."""
     model: Any = Mixer()
     expected = model.mix.detach().clone()
     engine = fe.shard(model, strategy=level)
@@ -100,7 +101,7 @@ def test_parts_of_a_complex_parameter_are_sharded_views(level: str) -> None:
         torch.testing.assert_close(parts.full_tensor(), torch.view_as_real(expected))
         numbers = torch.view_as_complex(parts)
         assert numbers.shape == (5, 5)
-        parts.mul_(2.0)  # the parameter's own memory
+        parts.mul_(2.0)  # parts share memory with the parameter
         torch.testing.assert_close(numbers.full_tensor(), 2 * expected)
         torch.testing.assert_close(model.mix.conj().full_tensor(), 2 * expected.conj())
     torch.testing.assert_close(engine.full_state_dict()["mix"], 2 * expected)

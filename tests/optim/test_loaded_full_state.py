@@ -20,7 +20,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Scaled(nn.Module):
-    """Has a scalar parameter, whose state has the shape of a number of steps."""
+    """Has a scalar parameter, whose state has the same shape as the optimizer's step counter."""
 
     def __init__(self) -> None:
         super().__init__()

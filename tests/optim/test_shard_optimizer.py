@@ -63,7 +63,7 @@ FORMS: dict[str, dict[str, bool]] = {
     ],
 )
 def test_a_step_is_that_of_plain_tensors(mesh: DeviceMesh, name: str, form: str) -> None:
-    """Of ``shard_optimizer``, and of torch alone on sharded parameters."""
+    """With ``shard_optimizer``, and with plain torch optimizers on sharded parameters."""
     for wrap in (shard_optimizer, lambda optimizer: optimizer):
         pair = Pair(mesh)
         sharded = wrap(OPTIMIZERS[name](pair.flat, **FORMS[form]))
@@ -434,7 +434,7 @@ def test_a_subclass_with_its_ancestors_step_is_taken(mesh: DeviceMesh) -> None:
 
 def test_any_elementwise_optimizer_may_be_declared_so(mesh: DeviceMesh) -> None:
     pair = Pair(mesh)
-    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]  # that are not sharded
+    others = [nn.Parameter(torch.ones(3)) for _ in range(2)]  # parameters that are not sharded
     sharded = shard_optimizer(Counting([*pair.flat, others[0]]), elementwise=True)
     plain = Counting([*pair.plain, others[1]])
 

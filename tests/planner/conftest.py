@@ -1,4 +1,4 @@
-"""Plans of tests keep their rows in a folder of the test, and may do without simulations."""
+"""Each test has its own cache folder for plans, and can replace simulations."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A plan of 70B on 1,024 ranks without a simulation, some of whose rows do not fit; and small
-models that are simulated in a short time."""
+"""A handmade plan of a 70B model on 1,024 ranks, some of whose rows do not fit, and small models
+that are simulated in a short time."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def assert_outcome_of(found: fe.Simulation, outcome: Outcome) -> None:
 
 
 def assert_same_outcome(found: Outcome, expected: Outcome) -> None:
-    """But for rounding of times."""
+    """Outcomes are equal, except for rounding of times."""
     for name in ("candidate", "memory", "elsewhere", "items", "checkpoint_bytes"):
         assert getattr(found, name) == getattr(expected, name), name
     assert found.sent == pytest.approx(expected.sent)
@@ -114,7 +114,7 @@ def assert_same_outcome(found: Outcome, expected: Outcome) -> None:
 
 
 def small_llama(layers: int) -> nn.Module:
-    """With so many layers."""
+    """A small Llama with this number of layers."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": layers}, use_cache=False)
@@ -150,7 +150,7 @@ def rows(*, is_offloaded: bool = False) -> tuple[Outcome, ...]:
 
 
 def made_plan(**changes: object) -> fe.StrategyPlan:
-    """The plan of these outcomes; ``changes`` of the setting."""
+    """The plan of :func:`rows`; ``changes`` replace fields of its setting."""
     return fe.StrategyPlan(replace(SETTING, **changes), rows())  # type: ignore[arg-type]
 
 

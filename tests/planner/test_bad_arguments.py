@@ -72,7 +72,7 @@ ESTIMATE: dict[str, tuple[object, ...]] = {
     "num_microbatches": NO_COUNT,
     "num_units": NO_COUNT,
     "dtype": ("bf16", 3),
-    "units": (["layers.*"], nn.Linear),  # with a number of elements
+    "units": (["layers.*"], nn.Linear),  # classes are not allowed with a number of elements
 }
 
 

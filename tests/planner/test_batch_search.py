@@ -32,7 +32,7 @@ from tests.planner.made_plans import (
 
 WORLD = 4
 POLICY = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-# Its host keeps the device busy, also with such a small model.
+# The host of this machine keeps the device busy even with a small model.
 DEVICE = replace(fe.H100, ranks_per_node=2, host_seconds=0.0)
 SLOW = replace(DEVICE, between_nodes=replace(DEVICE.between_nodes, bandwidth=2e8))
 HOST = replace(
@@ -83,8 +83,8 @@ def test_the_rows_of_a_rank_are_the_nearest_number() -> None:
 
 @pytest.mark.parametrize("limit", [50, 111, 130, 171, 1311, 1312, 10_000])
 def test_the_largest_microbatch_that_fits_is_found_with_few_simulations(limit: int) -> None:
-    """Memory of a step: 100 for weights, 1 for each row beside 10 that no size changes, and 2 more
-    from 8 rows on, as of a workspace."""
+    """Memory of a step: 110 for weights and constant parts, 1 for each row, and from 8 rows on 2
+    more, as for a workspace."""
     tried: list[int] = []
 
     def simulated(each: Candidate) -> Outcome:
@@ -127,7 +127,7 @@ def test_the_fastest_microbatch_that_fits() -> None:
 
 
 def planned(memory: float, make: Any = fe.plan, **options: Any) -> fe.StrategyPlan:
-    """Of one block, on one axis."""
+    """A plan of one block on one axis."""
     given = {"machine": DEVICE, "meshes": [(WORLD,)], "checkpointing": (False,), **options}
     build = functools.partial(Words, 1)
     return make(build, words, world_size=WORLD, memory=memory, min_unit_size=0, **given)
@@ -184,7 +184,7 @@ def test_a_quick_plan_ends_when_its_time_is_over_and_a_full_one_simulates_the_ot
     quick = planned(2.0**30, quick_plan, fitting=1, checkpointing=(True,))
     assert [each.candidate.strategy for each in quick.outcomes] == ["optim_grads_params"]
     levels = {"optim_grads_params", "optim", "no_shard"}
-    compared = quick.replan(is_compared=True)  # all of them, whatever the time
+    compared = quick.replan(is_compared=True)  # tries all levels, however long it takes
     assert {each.candidate.strategy for each in compared.outcomes} == levels
     assert quick.setting.is_quick
     assert "This is a quick plan, of 1 of the candidates: others may be faster." in str(quick)
@@ -192,7 +192,8 @@ def test_a_quick_plan_ends_when_its_time_is_over_and_a_full_one_simulates_the_ot
     simulated.clear()
     full = quick.full()
     tried = [each["strategy"] for each in simulated]
-    # Level 3, ZeRO-1 and DDP are there; the choice is tried with a larger batch, and with more.
+    # Level 3, ZeRO-1 and DDP are known, so level 2 is simulated; two more runs try the choice with
+    # a larger microbatch, and with more microbatches.
     assert tried.count("optim_grads") == 1 + 2 * (full.chosen.candidate.strategy == "optim_grads")
     assert len(tried) == 3
     assert not full.setting.is_quick

@@ -85,7 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    # Thousands of files are not looked at for each row.
+    # Do not read thousands of source files for each row.
     monkeypatch.setattr(plan_cache, "loaded_sources", dict)
     monkeypatch.setattr(strategy_search, "QUICK_FITTING", 600)
     yield tmp_path
@@ -150,7 +150,7 @@ def test_precision_optimizer_and_offload_change_the_bytes_of_elements() -> None:
     )
     assert reduced[3][-1] != kept[3][-1]
     assert [row[-1] for row in host] == [row[3] for row in kept]
-    assert host[0][3] == "3.7 GiB"  # of two units of 32
+    assert host[0][3] == "3.7 GiB"  # chunks of two of 32 units
     (row,) = cells(run("--elements 8e9 --world 64 --offload everything"))
     gib = 8e9 / 64 / 2**30
     # Nothing at rest, chunks of two of 32 units, and all 16 bytes of an element elsewhere.
@@ -163,7 +163,7 @@ def test_a_model_is_built_on_the_meta_device() -> None:
     assert f"{4 * 1024**2:,} elements" in run(model)
     *_, one_unit_each = cells(run(model))
     *_, all_in_the_root = cells(run(f"{model} --units 3"))
-    assert one_unit_each[5] == "8.0 MiB"  # its own and two gathered ahead, of 4 MiB
+    assert one_unit_each[5] == "8.0 MiB"  # the unit in use and two prefetched ones, 4 MiB each
     assert all_in_the_root[5] == "16.0 MiB"
     before = len(sys.path)
     build_on_meta("planned_models:build")
@@ -365,7 +365,8 @@ def test_questions_are_answered_below_the_plan_within_the_terminal(
 
 
 def test_the_planned_machine_has_its_own_price(simulated: list[Any]) -> None:
-    """In the run of tokens and for other numbers of ranks; without a cost if it is not known."""
+    """It is used in the cost of a run and for other numbers of ranks. Without a price no cost is
+    printed."""
     asked = f"{OF_WORDS} --recompute off --tokens 1e12 --scaling"
     for machine, price in (("a100", 3), ("h100", 2.5), ("h200", None)):
         one = "" if price is None else f"--price {price}"
@@ -410,7 +411,7 @@ def test_a_terminal_shows_rows_as_they_are_found(
     assert "2/2" in rows
 
 
-# What begins the arguments, their rest, and the message.
+# By common first arguments: other arguments, and the message.
 WRONG: dict[str, list[tuple[str, str]]] = {
     "": [
         ("--elements 1e9", "Missing option '--world'"),
@@ -505,7 +506,7 @@ def test_fp8_plans_the_linears_that_torchao_converts(
     (folder / "config.json").write_text(json.dumps({**LLAMA, "intermediate_size": 72}))
     run("--world 8 --model config.json --batch 1x16 --fp8")
     asked["build"]()
-    # Not the MLP's three, of 72 columns, nor the head.
+    # Only attention is in fp8: the MLP has 72 columns, and the head is left out.
     projections = [f"self_attn.{each}_proj" for each in "qkvo"]
     expected = [f"model.layers.{layer}.{each}" for layer in range(2) for each in projections]
     assert found[0] == expected

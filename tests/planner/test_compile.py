@@ -18,7 +18,7 @@ from tests.pool import Ranks
 
 ADVICE = "call block.compile() on each of them"
 EVERY_SECOND = fe.Recompute(every=2)
-# Whose host does not limit steps of a small model.
+# The host of this machine does not limit steps of a small model.
 MACHINE = replace(
     fe.H100,
     processor=replace(fe.H100.processor, matrix_flops={torch.float32: 1e10}, memory_bandwidth=1e10),
@@ -40,7 +40,7 @@ def build_compiled() -> nn.Module:
 
 
 def plan(make: Any, **options: Any) -> fe.StrategyPlan:
-    """On one axis, as every plan of two ranks."""
+    """A quick plan for two ranks, which form one axis."""
     return quick_plan(make, token_batch(32, 0), world_size=2, min_unit_size=0, **options)
 
 
@@ -91,7 +91,7 @@ def every_second() -> fe.StrategyPlan:
 
 @functools.cache
 def limited() -> fe.StrategyPlan:
-    """With memory for a candidate with selective checkpointing."""
+    """A plan whose memory limit fits selective checkpointing."""
     outcomes = [each for each in deep().outcomes if each.candidate.checkpointing == "selective"]
     return deep().within(min(each.peak_bytes for each in outcomes))
 

@@ -40,7 +40,7 @@ from tests.planner.made_plans import (
 from tests.pool import Ranks
 
 WORLD, MICROBATCHES, ROWS = 4, 2, 4
-ITEMS = MICROBATCHES * ROWS * 32  # of a data-parallel rank
+ITEMS = MICROBATCHES * ROWS * 32  # tokens of a data-parallel rank in a step
 MACHINE = replace(fe.H100, ranks_per_node=2)
 
 llama = partial(small_llama, 2)
@@ -57,7 +57,8 @@ def plan(build: Any = llama, batch: Any = llama_batch, **changes: Any) -> fe.Str
 
 @cache
 def planned() -> fe.StrategyPlan:
-    """With two tensor-parallel ranks, with pipelines of two ranks, and without."""
+    """A plan with and without two tensor-parallel ranks, and with and without pipelines of two
+    ranks."""
     return plan(tensor_parallel=(1, 2), pipeline=(1, 2), meshes=[(4,), (2,)])
 
 
@@ -112,7 +113,7 @@ def test_candidates_have_all_pairs_of_degrees_that_fit() -> None:
         *((16, 1, 1), (2, 8, 1, 1)),
         *((16, 8, 1), (2, 8, 8, 1)),
     }
-    # With tensor parallelism a node has half as many places.
+    # With tensor parallelism a node has half as many positions for context-parallel ranks.
     both = degrees_in(request(context_parallel="auto"), 1, 4)
     assert {each for each in both if each[-1] == 4} == {
         *((4, 1, 4), (4, 2, 4)),
@@ -166,7 +167,7 @@ def test_other_numbers_of_ranks_leave_out_degrees_that_do_not_divide_them(
     ],
 )
 def test_a_degree_is_simulated_as_by_itself(make: Callable[[], fe.StrategyPlan]) -> None:
-    """Also a mesh that equals that of an earlier simulation, whose process groups are gone."""
+    """A mesh may equal that of an earlier simulation, whose process groups are destroyed."""
     hook = sys.excepthook
     for outcome in make().outcomes:
         candidate = outcome.candidate
@@ -175,7 +176,7 @@ def test_a_degree_is_simulated_as_by_itself(make: Callable[[], fe.StrategyPlan])
         options = {"machine": MACHINE, "microbatches": MICROBATCHES}
         assert_outcome_of(simulated_as(candidate, llama, llama_batch(), **options), outcome)
         assert outcome.items == ITEMS * 2 == ITEMS * candidate.num_batches
-    assert sys.excepthook is hook  # no prefix of a rank
+    assert sys.excepthook is hook  # torch's hook is not installed
     assert {each.items for each in only().outcomes} == {ITEMS * WORLD}
 
 
@@ -286,7 +287,8 @@ def test_degrees_whose_rows_have_no_given_microbatch_size_are_left_out(
 
 def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
     """DualPipeV needs four of them with four stages. A rank's rows are a multiple of the ranks of
-    the pipeline: 15 rows of two data-parallel ranks could not be cut into an even number."""
+    the pipeline: two data-parallel ranks could not divide 15 rows each into an even number of
+    microbatches."""
 
     def search(build: Any, global_batch: int) -> BatchSearch:
         asked = request(build=build, world_size=WORLD, machine=MACHINE)

@@ -46,7 +46,7 @@ def rows(name: str, parameter: Tensor) -> int:
 
 
 def counted(sent: Counter[Any], key: Callable[[Any], Any]) -> Any:
-    """A context that counts the bytes that are sent, by ``key`` of their group."""
+    """Counts sent bytes within the context, by ``key(group)``."""
 
     def count_send(group: Any, tensor: Tensor) -> None:
         sent[key(group)] += tensor.nbytes
@@ -83,7 +83,7 @@ def train_and_measure(
     held, peak = engine.memory_bytes(), engine.peak_memory_bytes()
     found = {
         "weight_bytes": held.get("main", 0) + held.get("model", 0),
-        "grad_bytes": peak.get("grad", 0),  # until they are cleared
+        "grad_bytes": peak.get("grad", 0),  # held until gradients are cleared
         "full_bytes": peak.get("full", 0),
         "staging_bytes": peak.get("staging", 0),
     }
@@ -137,7 +137,7 @@ def described(engine: fe.Engine) -> dict[str, int]:
 def test_an_engine_holds_and_sends_the_planned_bytes(
     strategy: str, outer: str, all_ways: bool
 ) -> None:
-    """Over meshes, dtypes and budgets; and with default units that are joined."""
+    """On several meshes, dtypes and budgets; also with small units that are joined."""
     pair = {"strategy": strategy, "outer_strategy": outer}
     lines = []
     for shape, name, budget in CASES if all_ways else FEW_CASES:
@@ -153,8 +153,8 @@ def test_an_engine_holds_and_sends_the_planned_bytes(
 
 @on_ranks()
 def test_models_with_habits_are_planned_as_they_are_sharded() -> None:
-    """Frozen, mixed dtypes, scalars, granules, chosen units, another wire; and, of units that the
-    planner knows in full, what they send with frozen weights."""
+    """Frozen parameters, mixed dtypes, scalars, granules, chosen units, another communication
+    dtype. Sent bytes are compared only for a model with frozen weights."""
     lines = []
     for make, (name, granule), level in itertools.product(
         (models.lora_model, models.mixed_model, models.NestedUnits),
@@ -162,7 +162,7 @@ def test_models_with_habits_are_planned_as_they_are_sharded() -> None:
         ("optim", "optim_grads_params"),
     ):
         if make is models.mixed_model and name != "fp32":
-            continue  # its norm wants fp32
+            continue  # its norm must be in fp32
         options: dict[str, Any] = {"mp_policy": POLICIES[name], "granule": granule}
         if make is models.NestedUnits and granule is None:
             options["units"] = [nn.Linear, models.SequentialBlock]
@@ -176,7 +176,7 @@ def test_models_with_habits_are_planned_as_they_are_sharded() -> None:
 
 @on_ranks()
 def test_a_buffer_describes_its_staging() -> None:
-    """With a converted copy of the accumulation buffer in the last reduction."""
+    """The last reduction needs a converted copy of the accumulation buffer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     linear = nn.Linear(16, 16, bias=False)
     engine = fe.shard(linear, mesh, "optim_grads", "no_shard", mp_policy=POLICIES["bf16 wire"])
@@ -196,7 +196,7 @@ def test_an_all_reduce_of_narrow_summands_carries_wide_sums() -> None:
     for rows, is_unit, policy, itemsizes, rest in (
         (3, False, summands, 2 + 4, 0),
         (48, True, summands, 2 + 4, 0),  # a unit of 192 elements
-        (3, True, summands, 2 + 4, 1),  # 64 elements, which three ranks do not divide
+        (3, True, summands, 2 + 4, 1),  # 64 elements, not divisible by three ranks
         (3, False, sums, 2 + 2, 0),
     ):
         options: dict[str, Any] = {"strategy": "no_shard", "mp_policy": policy}
@@ -211,7 +211,7 @@ def test_an_all_reduce_of_narrow_summands_carries_wide_sums() -> None:
             engine.finish_grad_sync()
         numel = planned.num_elements + planned.padding
         assert numel % 3 == rest
-        # Two of three parts, there and back; the rest as fp32 sums.
+        # An all-reduce sends 2/3 twice. Elements beyond a multiple of three are sent as fp32 sums.
         expected = round(2 / 3 * ((numel - rest) * itemsizes + rest * (4 + 4)))
         assert sent["bytes"] == planned.inner_traffic_bytes == expected, (rows, is_unit, policy)
 

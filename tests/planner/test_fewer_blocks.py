@@ -1,4 +1,4 @@
-"""Plans of deep models are those of simulations of all blocks."""
+"""Plans of deep models simulate fewer blocks, and equal plans with all blocks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_deep_model_has_the_rows_of_all_of_its_blocks(
 
 
 class Uneven(nn.Module):
-    """Each of its blocks keeps more than the one before it."""
+    """Each block keeps more activations than the previous one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,8 @@ def test_a_candidate_that_fails_does_not_make_others_run_in_full(
     fails_in_full: bool,
 ) -> None:
     """Later candidates run in full only if the failing one works with all of its blocks."""
-    depths: dict[bool, list[int]] = {False: [], True: []}  # of selective candidates, of later ones
+    # Depths of selective candidates (False), of later ones (True).
+    depths: dict[bool, list[int]] = {False: [], True: []}
     simulate = job.simulate
 
     def failing(build: Any, *args: Any, options: Any, **named: Any) -> fe.Simulation:

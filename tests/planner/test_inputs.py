@@ -1,4 +1,4 @@
-"""Inputs of transformers' models, by their signatures and configs alone."""
+"""Inputs of transformers' models are found from signatures and configs alone."""
 
 from __future__ import annotations
 

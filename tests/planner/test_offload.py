@@ -1,4 +1,4 @@
-"""Plans with offloaded state and activations: when they are tried, and what users see of it."""
+"""Plans with offloaded state and activations: when they are tried, and their output."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def batch() -> torch.Tensor:
 def plan(
     offload: Any, memory: float = PLENTY, machine: fe.Machine = MACHINE, **options: Any
 ) -> fe.StrategyPlan:
-    """On one axis."""
+    """A plan on one axis."""
     given = {"checkpointing": (False,), "min_unit_size": 0, "meshes": ((WORLD,),), **options}
     return fe.plan(
         build, batch, world_size=WORLD, machine=machine, memory=memory, offload=offload, **given
@@ -53,7 +53,7 @@ planned = functools.cache(plan)
 
 @functools.cache
 def limit() -> float:
-    """Bytes that some candidate needs at most with its state on the host, and none without."""
+    """A memory limit that some candidate fits with its state on the host, but none fits without."""
     without, host = least(None), least(HOST)
     assert host < 0.8 * without
     return (host + without) / 2
@@ -79,14 +79,14 @@ def test_state_on_the_host_is_tried_only_if_nothing_fits() -> None:
     assert all(each.lacking for each in planned_tightly().outcomes if not each.candidate.offload)
     tried = [each for each in planned_tightly().outcomes if each.candidate.offload]
     without = [each for each in planned_tightly().outcomes if not each.candidate.offload]
-    # Candidates that cannot fit with it are not tried.
+    # Offload is only tried where a candidate lacks at most the bytes of its optimizer state.
     might = [each for each in without if each.lacking <= each.memory["optimizer"]]
     assert len(without) > len(might) == len(tried)
     without = planned(None).within(limit())
     assert without.chosen is None
     assert "Optimizer state on the host (`offload`) may be enough." in str(without)
     assert "Offloaded optimizer state is not enough." in str(planned_tightly().within(1024.0))
-    # The text names it and the memory of a node.
+    # The text names the offload and the host memory of a node.
     text = str(planned_tightly())
     each = chosen.elsewhere["host"]
     assert each == STATE // WORLD
@@ -127,7 +127,7 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
 
 
 def test_formulas_try_it_too() -> None:
-    # Formulas know no activations: what they lack is what they know.
+    # Formulas ignore activations: a candidate lacks at least the difference to the known bytes.
     without = min(each.peak_bytes for each in plan(None, formulas=True).outcomes)
     planning = plan("auto", 0.9 * without, formulas=True)
     first = planning.outcomes[0]
@@ -193,7 +193,7 @@ def test_levels_that_do_not_allow_it_are_left_out() -> None:
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_plan_leaves_them_out(quick: bool, simulated: list[Any]) -> None:
-    """A quick plan, which first leaves out those that are too large, too."""
+    """Also in a quick plan, which first leaves out candidates that are too large."""
     found = plan(EVERYTHING, quick=quick, meshes=((2, 2), (4,)))
     kept = {(each.candidate.strategy, each.candidate.mesh) for each in found.outcomes}
     assert kept == {(LEVELS[-1], (4,)), (LEVELS[-1], (2, 2))}
@@ -247,7 +247,7 @@ def planned_of(memory: float, machine: fe.Machine = FAST, **options: Any) -> fe.
 
 @functools.cache
 def least_of(checkpointing: bool | str) -> int:
-    """Bytes that some candidate needs at most."""
+    """The smallest peak of all candidates."""
     outcomes = planned_of(PLENTY, checkpointing=(checkpointing,)).outcomes
     return min(each.peak_bytes for each in outcomes)
 

@@ -1,4 +1,4 @@
-"""The page of a plan: one valid file, readable without a script, and what its script does."""
+"""The page of a plan: one valid file, readable without a script, and its script."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_it_is_readable_without_its_script() -> None:
     assert len(rows) == len(planning.outcomes)
     assert [each.get("class") for each in rows].count("chosen") == 1
     assert rows[0]["class"] == "chosen"
-    # What needs the script is hidden without it.
+    # Parts that need the script are hidden at first.
     assert all("hidden" in each for each in page.all("div") if each.get("class") == "zoom")
 
 

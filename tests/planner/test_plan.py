@@ -51,7 +51,7 @@ def batch(size: int = ROWS) -> Tensor:
 
 @cache
 def planned() -> fe.StrategyPlan:
-    """The blocks of the model apart, with memory for all."""
+    """A plan with a unit for each block, and memory for all candidates."""
     given = {"memory": 2.0**30, "checkpointing": (False,), **OPTIONS}
     return fe.plan(Words, batch, world_size=WORLD, machine=MACHINE, **given)
 
@@ -73,7 +73,7 @@ def _key(outcome: Outcome) -> tuple[object, ...]:
 
 
 def a_limit() -> float:
-    """Bytes that the fastest needs more than, and the smallest less."""
+    """A memory limit that the smallest candidate fits, but the fastest does not."""
     peaks = sorted(at_most().values())
     assert peaks[0] < planned().outcomes[0].peak_bytes
     return (peaks[0] + planned().outcomes[0].peak_bytes) / 2
@@ -163,7 +163,7 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
     nearest = min((e for e in lacking if is_faster(e, chosen)), key=lambda each: each.lacking)
     assert f"which do not fit, {nearest.candidate} lacks the least memory: it is " in text
     assert f"the largest part of its memory is {nearest.largest_kind}" in text
-    assert "Bottleneck: the host; compute takes" in text  # so small a model on so large a machine
+    assert "Bottleneck: the host; compute takes" in text  # the model is too small for this machine
     for row in (line for line in text.splitlines() if ", " in line and "│" in line):
         assert re.search(rf"│ -[\d,]+, ({'|'.join(KINDS)}) │", row), row
     assert text.count(f", {lacking[0].largest_kind} │") > 0
@@ -174,7 +174,7 @@ def test_the_recommendation_contains_choice_reason_and_changes() -> None:
 
 
 class Searching(nn.Linear):
-    """Depends on a value."""
+    """Its forward depends on a value of a tensor, so it cannot be simulated."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -289,7 +289,7 @@ MESHES = (None, (4,), (2, 2))
 
 
 def _shard_by_plan(path: str) -> list[tuple[object, ...]]:
-    """On each of ``MESHES``."""
+    """Shard by the plan on each of ``MESHES``; returns the strategies and sizes."""
     found: list[tuple[object, ...]] = []
     for sizes in MESHES:
         mesh = None if sizes is None else init_device_mesh("cpu", sizes)

@@ -1,4 +1,4 @@
-"""Rows in the user's cache folder: equal to those that are computed, and never of another job."""
+"""Rows in the user's cache folder: equal to computed rows, and used only for the same job."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SCRIPT = """
 
 
 def planned(**options: Any) -> fe.StrategyPlan:
-    """Of one candidate, level 3."""
+    """A plan with one candidate, of level 3."""
     given = {"build": Words, "batch": words, "world_size": 16, "meshes": [(2, 8)], **options}
     activations = given.pop("checkpointing", (True,))
     return quick_plan(fitting=1, checkpointing=activations, cache=True, **given)
@@ -61,13 +61,13 @@ def planned(**options: Any) -> fe.StrategyPlan:
 
 @pytest.fixture(autouse=True)
 def sources_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that were changed while the tests ran, by pytest or an editor, are of before it."""
+    """Treat source files that pytest or an editor changes during the tests as unchanged."""
     monkeypatch.setattr(plan_cache, "_STARTED_NS", 2**63)
 
 
 @pytest.fixture
 def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of files are not looked at for each row."""
+    """Do not read thousands of source files for each row."""
     monkeypatch.setattr(plan_cache, "loaded_sources", dict)
 
 
@@ -129,7 +129,7 @@ CHANGES: list[dict[str, Any]] = [
 
 
 def test_another_job_is_not_answered_from_the_cache(simulated: list[Any], no_sources: None) -> None:
-    """Nor another version of the engine or of torch, or setting of the compiler."""
+    """Also another version of the engine or of torch, or another setting of the compiler."""
     for number, changes in enumerate([{}, *CHANGES], 1):
         planned(**changes)
         assert len(simulated) == number, changes
@@ -160,7 +160,7 @@ def test_a_digest_is_that_of_code_and_values() -> None:
     assert digest(scaled(2.0)) != digest(scaled(3.0))
     assert digest([open]) is not None
     assert digest(iter([]).__class__) is not None
-    # transformers keeps a hash in a config of generation, which differs between processes.
+    # A GenerationConfig has a hash attribute, which differs between processes.
     config = pytest.importorskip("transformers").GenerationConfig
     first, second, longer = config(), config(), config(max_length=7)
     first._original_object_hash, second._original_object_hash = 1, 2
@@ -197,7 +197,7 @@ def local_class(factor: float) -> type:
 
 
 def test_a_captured_class_is_part_of_the_digest() -> None:
-    """A class that is an argument itself, and a local class, too."""
+    """The class may be an argument itself, or be defined within a function."""
     for made in (optimizer_of, lambda cls: cls, lambda cls: partial(cls, lr=1e-3)):
         found = [digest({"optimizer": made(cls)}) for cls in (torch.optim.SGD, torch.optim.AdamW)]
         assert None not in found
@@ -240,7 +240,8 @@ def test_values_of_tensors_are_part_of_the_digest_but_not_those_of_the_batch(
 
 
 def test_a_changed_source_file_is_not_answered(simulated: list[Any]) -> None:
-    """Of the engine, of the model, or of a library that it imports; nor is a damaged file."""
+    """Rows are recomputed if a source of the engine, of the model or of an imported library has
+    changed, or if the cached file is damaged."""
     expected = planned().outcomes
     (path,) = cache_folder().glob("*.json")
     content = json.loads(path.read_text())
@@ -292,7 +293,7 @@ def test_the_oldest_jobs_are_removed(monkeypatch: pytest.MonkeyPatch, simulated:
 def test_a_file_that_another_process_deletes_is_no_failure(
     simulated: list[Any], no_sources: None
 ) -> None:
-    """Nor does a failed write leave a file."""
+    """And a failed write leaves no file."""
     cache_folder().mkdir(parents=True)
     (cache_folder() / "gone.json").symlink_to("nowhere")  # is listed, but has no time
     with warnings.catch_warnings():

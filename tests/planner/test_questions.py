@@ -61,7 +61,7 @@ def test_a_run_of_tokens_has_days_gpu_hours_cost_and_mfu(tmp_path: Path) -> None
     )
     planned_by_hand().save(tmp_path / "plan.json")
     assert str(fe.StrategyPlan.load(tmp_path / "plan.json").training(12e12, 2.5)) == str(run)
-    part = planned_by_hand().training(4_000_001)  # a part of a step is a step
+    part = planned_by_hand().training(4_000_001)  # the last, partial step counts as a step
     assert (part.steps, part.cost) == (2, None)
 
 
@@ -147,7 +147,8 @@ def test_machines_have_the_plans_that_they_have_alone() -> None:
 
 
 def test_the_limit_of_within_is_that_of_further_plans(simulated: list[Any]) -> None:
-    """Also of those that are made from a full plan, for other machines and numbers of ranks."""
+    """Also in plans made from it: full ones, those for other machines and for other numbers of
+    ranks."""
     planning = small_plan(meshes=[(WORLD,)])
     for limit in (1e6, planning.outcomes[0].peak_bytes - 1.0):
         tight = planning.within(2e6).within(limit)

@@ -1,5 +1,5 @@
-"""The example that trains by a plan, and those of docs/internals/planner.md, print what they
-say."""
+"""The example that trains by a plan, and those of docs/internals/planner.md, print the documented
+output."""
 
 from __future__ import annotations
 

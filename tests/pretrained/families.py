@@ -30,7 +30,7 @@ _WHISPER = {**_BART, "num_mel_bins": 8, "max_source_positions": 16, "max_target_
 _WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 
-# Class, class of its config, and what that is made with.
+# Class of the model, class of its config, and options of the config.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", "LlamaConfig", _DECODER),
     "llama tied": ("LlamaForCausalLM", "LlamaConfig", {**_DECODER, "tie_word_embeddings": True}),
@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def build(family: str) -> nn.Module:
-    """One of them, with random weights."""
+    """A model of this family with random weights."""
     name, config, options = FAMILIES[family]
     model: nn.Module = getattr(transformers, name)(getattr(transformers, config)(**options))
     return model
@@ -72,7 +72,7 @@ def build(family: str) -> nn.Module:
 
 @functools.cache
 def builder(family: str) -> Callable[[], nn.Module]:
-    """Makes it on the meta device."""
+    """Returns a function that makes a model of this family on the meta device."""
 
     def make() -> nn.Module:
         with torch.device("meta"):

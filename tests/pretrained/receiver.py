@@ -1,4 +1,4 @@
-"""What the tests of streams share: a receiver that knows nothing but what it is sent."""
+"""Shared by tests of streams: a receiver that depends only on the items that are sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.training import mesh_of
 
 
 def sharded(model: nn.Module, pair: tuple[str, str], **options: Any) -> fe.Engine:
-    """Over all ranks; by pair where there are four."""
+    """Shard over all ranks. With four ranks, the outer level applies, too."""
     inner, outer = pair
     if rank_and_size()[1] < 4:
         return fe.shard(model, strategy=inner, **options)
@@ -23,7 +23,7 @@ def sharded(model: nn.Module, pair: tuple[str, str], **options: Any) -> fe.Engin
 
 
 def of_all_ranks(items: Iterable[Any]) -> Iterator[Any]:
-    """What all ranks have got, on every rank."""
+    """The items of all ranks, gathered on every rank."""
     # As bytes: torch does not pickle tensors of every dtype.
     mine = [
         tuple((x.dtype, x.reshape(-1).view(torch.uint8)) if isinstance(x, Tensor) else x for x in i)
@@ -39,7 +39,7 @@ def of_all_ranks(items: Iterable[Any]) -> Iterator[Any]:
 
 
 class Receiver:
-    """Weights elsewhere, which begin as something that no model has, and counts of writes."""
+    """A receiver's weights, at first with values that no model has, and counts of writes."""
 
     def __init__(self, like: dict[str, Tensor]) -> None:
         self.weights = {
@@ -48,7 +48,7 @@ class Receiver:
         self.num_written = {name: torch.zeros(each.shape) for name, each in like.items()}
 
     def take(self, items: Iterable[tuple[Any, ...]]) -> int:
-        """Items of any form; returns how many elements came."""
+        """Write items of any form; returns the number of written elements."""
         count = 0
         for item in items:
             if len(item) == 2:
@@ -72,14 +72,14 @@ class Receiver:
             assert bool((count == 1).all()), name
 
     def check(self, expected: dict[str, Tensor], but: Collection[str] = ()) -> None:
-        """It has these weights, bit for bit."""
+        """The receiver has these weights, bit for bit."""
         assert self.weights.keys() == expected.keys()
         for name, value in expected.items():
             assert name in but or same_bits(self.weights[name], value), name
 
 
 def received(items: Iterable[Any], expected: dict[str, Tensor], but: Collection[str] = ()) -> None:
-    """A new receiver of these items has everything, and each element once."""
+    """A new receiver of these items has all values, and each element was written once."""
     receiver = Receiver(expected)
     receiver.take(items)
     receiver.once()
@@ -125,12 +125,12 @@ class Link:
         self.receiver = Receiver(sent_state(engine, dtype))
 
     def take(self, items: Iterable[Any] | None = None) -> int:
-        """What all ranks got, by default the whole stream; returns how many elements came."""
+        """Take items of all ranks, by default the whole stream; returns the number of elements."""
         items = self.stream if items is None else items
         return self.receiver.take(items if self.form == "whole" else of_all_ranks(items))
 
     def check(self) -> None:
-        """The receiver has what the trainer has, bit for bit."""
+        """The receiver's weights equal the trainer's, bit for bit."""
         self.receiver.check(sent_state(self.engine, self.dtype))
 
 

@@ -1,5 +1,5 @@
-"""``fe.load_pretrained`` reads, bit for bit, what ``from_pretrained`` reads; and what
-``fe.save_pretrained`` writes, transformers reads so."""
+"""``fe.load_pretrained`` and ``from_pretrained`` read the same values, bit for bit, and
+transformers loads the folders of ``fe.save_pretrained``."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_an_empty_model_takes_no_step_before_it_has_values() -> None:
     )
     report = not_strict(engine, folder)
     assert report.missing == ("classifier.weight", "classifier.bias")
-    # As transformers makes a head.
+    # The new head has the initial values that transformers would give it.
     assert 0.005 < engine.full_tensor("classifier.weight").std() < 0.05
     assert not engine.full_tensor("classifier.bias").any()
     loss = model(input_ids=tokens, labels=torch.tensor([0, 2])).loss
@@ -167,7 +167,7 @@ def test_what_is_loaded_stays_where_the_other_half_of_its_module_gets_values() -
 
 
 class Remembers(nn.Module):
-    """Has a buffer that is saved, and one that is not, and cannot make its parameter."""
+    """Has a buffer, and a parameter of its own but no ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_names_of_any_model_are_mapped_by_patterns() -> None:
 
 @on_ranks(2)
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
-    """``test_hugging_face.py`` has all that may be wrong with a folder."""
+    """Other errors of folders are tested in ``test_hugging_face.py``."""
     folder = written({"a.weight": torch.ones(1), "b.weight": torch.ones(1)}, "m")
     other = written({"0.weight": torch.ones(3), "1.weight": torch.ones(1)})
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
@@ -288,7 +288,7 @@ def test_integers_are_read_only_where_each_value_fits() -> None:
 
 
 def bytes_read(folder: str, family: str) -> tuple[int, int]:
-    """By this rank: read, and held in the stored dtype."""
+    """Bytes that this rank reads, and bytes of its shards."""
     engine = fe.shard(builder(family)(), initial_values="rank0")
     read = patch.object(reader, "_read_exactly", wraps=reader._read_exactly)
     with read as read_exactly:

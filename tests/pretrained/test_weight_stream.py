@@ -1,5 +1,5 @@
-"""``fe.weight_stream``: what a receiver has of it is what the trainer has, bit for bit; with
-``as_in_files``, by the names and tensors that transformers writes."""
+"""``fe.weight_stream``: a receiver gets the trainer's weights, bit for bit; with ``as_in_files``,
+under the names and in the layout of transformers' files."""
 
 from __future__ import annotations
 
@@ -129,7 +129,8 @@ def test_each_rank_sends_and_keeps_an_equal_part() -> None:
 
 
 def changed(param: Tensor, draw: random.Random) -> None:
-    """A random change of one weight: none, of few elements, of all, or of what rounding drops."""
+    """A random change of one weight: none, of some or all elements, or too small for its rounded
+    value."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     flat = param.view(-1)
     what = draw.choice(["nothing", "few", "some", "all", "rounded away", "special", "a range"])
@@ -153,7 +154,7 @@ def changed(param: Tensor, draw: random.Random) -> None:
 
 
 def random_deltas(pair: tuple[str, str], count: int) -> None:
-    """So many deltas of each model, each applied to what the one before has left."""
+    """Send ``count`` deltas of each model, each after a random change, to the same receiver."""
     draw = random.Random(f"{pair} {reference.rank_and_size()[1]}")
     kinds: list[tuple[Callable[[], nn.Module], dict[str, Any], torch.dtype | None]] = [
         (lambda: models.Transformer(1, tied=True), {}, BF16),
@@ -200,7 +201,7 @@ def test_a_delta_has_what_changed_in_the_dtype_that_is_sent() -> None:
     assert name == "weight"
     assert indices.dtype == torch.int32
     assert values.dtype == BF16
-    # Beside these 100, some that lay at a boundary between two bf16 numbers.
+    # A few more elements may change: those at a boundary between two bf16 numbers.
     assert set(everywhere.tolist()) <= set(indices.tolist())
     assert sum(item[2].numel() for item in items) < 2000
     edit(engine, lambda param: param.add_(1))  # type: ignore[func-returns-value]
@@ -522,7 +523,7 @@ def test_a_receiver_has_what_files_have(ranks: Ranks, tmp_path: Path, family: st
 
 
 def joined(model: nn.Module, held: dict[str, Pieces]) -> dict[str, Pieces]:
-    """A layout that no family has: tensors of several units in one, and some that are turned."""
+    """A layout that no family has: it joins tensors of several units, and transposes some."""
     found = dict(held)
     ups = [found.pop(f"blocks.{index}.up.weight") for index in range(3)]
     found["ups"] = torch.stack([each.t() for each in ups], 1)  # type: ignore[call-overload]

@@ -46,15 +46,15 @@ LIBRARIES = {
 WAYS = ("as it is", "shard_optimizer")
 STEPPED = "stepped"
 CLAIMED = "elementwise=True"
-NUM_STEPS = 8  # RAdam's and its relatives' first steps are others
-# Norm of the differences of weights, of the norm of their changes in one process.
+NUM_STEPS = 8  # the first steps of RAdam and similar optimizers are different
+# Norm of the difference of weights, relative to the norm of their change in one process.
 EXACT = {torch.float64: 1e-6, torch.float32: 1e-3}
 
-# Optimizers that train other weights without an error. SOAP does at no_shard, on plain tensors: its
-# eigenvectors of singular matrices depend on the rounding of gradients.
+# Optimizers that give different weights without an error. SOAP does so at no_shard, on plain
+# tensors: its eigenvectors of singular matrices depend on the rounding of gradients.
 KNOWN_TO_DIFFER = {"pytorch_optimizer.SOAP"}
-# Options of the groups of matrices and of other parameters, without which these do nothing of their
-# own.
+# Options for the groups of matrices and of other parameters. Without them these optimizers act as
+# plain ones.
 _LOW_RANK = {"rank": 4, "update_proj_gap": 3, "scale": 1.0, "projection_type": "std"}
 GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "APOLLO": ({**_LOW_RANK, "scale_type": "channel"}, {}),
@@ -68,7 +68,7 @@ GROUPS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 # A word for the outcome of one use, and the error or the difference.
 Outcome = tuple[str, str]
-# Why one process cannot use it, or the outcome by way and level.
+# The reason why one process cannot use an optimizer, or the outcomes by way and level.
 Found = str | dict[str, dict[str, Outcome]]
 
 
@@ -167,7 +167,7 @@ def made(kind: type[Optimizer], params: Any) -> Any:
     library, takes = kind.__module__.split(".")[0], inspect.signature(kind).parameters
     options = {"lr": 1e-2} if "lr" in takes else {}
     if library == "bitsandbytes" and "momentum" in takes:
-        options["momentum"] = 0.9  # its SGD and LARS refuse their own default, 0
+        options["momentum"] = 0.9  # bitsandbytes' SGD and LARS refuse their own default, 0
     if library == "pytorch_optimizer" and kind.__name__ in GROUPS:
         of_matrices, of_others = GROUPS[kind.__name__]
         matrices = {"params": [p for p in params if p.ndim == 2], **of_matrices}
@@ -190,7 +190,7 @@ def tried(
         if way != WAYS[0]:
             fe.shard_optimizer(optimizer, elementwise=way == CLAIMED)
         train(model, optimizer, use, mesh.get_local_rank(), mesh.size())
-    except Exception as error:  # whatever a user may meet
+    except Exception as error:  # a library may raise any error
         return "refused", _text(error)
     found = engine.full_state_dict()
     apart = distance(found, expected) / distance(start, expected)
@@ -223,7 +223,7 @@ def stepped(kind: type[Optimizer], use: Use) -> str:
     fe.shard(model, None, strategy=LEVELS[-1], options=fe.Options(min_unit_size=0))
     try:
         return how_stepped(model, fe.shard_optimizer(made(kind, model)))
-    except Exception:  # the outcomes have it
+    except Exception:  # the outcomes contain this error
         return ""
 
 

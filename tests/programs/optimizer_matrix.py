@@ -3,8 +3,9 @@
 ``python -m tests.programs.optimizer_matrix --write`` writes the table of
 docs/internals/optimizers.md.
 
-The model has what makes sharding uneven: odd sizes, a parameter of one element and an empty one, a
-tied weight, an embedding, a convolution. A second model has experts, which only some ranks share.
+The model has parameters that shard unevenly: odd sizes, a parameter of one element and an empty
+one, a tied weight, an embedding, a convolution. A second model has experts, which only some ranks
+share.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ OPTIMIZERS = {
 MESHES: dict[str, tuple[int, ...]] = {"1": (1,), "2": (2,), "4": (4,), "2 x 2": (2, 2)}
 EXPERTS, RESUMED = "experts", "resumed"
 COLUMNS = (*MESHES, EXPERTS, RESUMED)
-# Ranks and level of a save, and those that resume from it.
+# Ranks and level of the job that saves; of the jobs that resume.
 SAVED = (2, LEVELS[3])
 RESUMES = ((1, LEVELS[0]), (3, LEVELS[3]), (4, LEVELS[2]), (2, LEVELS[1]))
 SAVED_AFTER, NUM_STEPS = 3, 5
-# Norm of the differences of weights, of the norm of their changes in one process. Muon and its
-# relatives multiply matrices in 16 bits, which makes other rounding of gradients larger.
+# Norm of the difference of weights, relative to the norm of their change in one process. Muon and
+# similar optimizers multiply matrices in 16 bits, which amplifies rounding of gradients.
 MOST, MOST_OF_16_BITS = 1e-3, 2e-2
 IN_16_BITS = {"torch.Muon"} | {
     f"pytorch_optimizer.{name}" for name in ("AdaMuon", "Muon", "NorMuon", "SCION")
@@ -64,13 +65,13 @@ Row = dict[str, float | str]
 
 
 class Ragged(nn.Module):
-    """The parameters that are stepped: all, or those with elements, or matrices among them."""
+    """A model whose parameters shard unevenly: see the module docstring."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(11, 7)
-        # Of a bias the norm would leave rounding alone in the gradient.
+        # No bias: after the norm its gradient would be rounding errors only.
         self.convolution = nn.Conv2d(1, 3, (2, 3), padding=(1, 1), bias=False)
         self.blocks = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 7, bias=False)])
         self.norm = nn.LayerNorm(7)
@@ -180,7 +181,7 @@ def on_mesh(kind: Any, alone: Any, sizes: tuple[int, ...]) -> float:
 
 
 def with_experts(kind: Any, use: Use) -> float:
-    """The same for a model whose experts lie on two ranks each."""
+    """The largest relative difference for a model whose experts are on two ranks each."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
     held, rank = mesh["experts"].get_local_rank(), dist.get_rank()
     data = [

@@ -27,7 +27,7 @@ PROGRAM = needs(
     *("axolotl", "datasets", "diffusers", "liger_kernel", "sentence_transformers", "torchao"),
     *("torchtitan", "trl"),
 )
-# Of tests that need optimizers of these packages and no program.
+# Marks of tests that need optimizers of these packages, but no program.
 LOW_BIT = [*needs("torchao", "bitsandbytes", "pytorch_optimizer"), pytest.mark.timeout(600)]
 ONLY_TORCHAO = needs("torchao")
 NEEDS_OPTIMIZERS = [*PROGRAM, *needs("schedulefree", "pytorch_optimizer", "bitsandbytes")]
@@ -35,7 +35,7 @@ NEEDS_OPTIMIZERS = [*PROGRAM, *needs("schedulefree", "pytorch_optimizer", "bitsa
 
 @contextlib.contextmanager
 def with_torchao() -> Iterator[None]:
-    """Makes ``import torchao`` work, and nothing else of its folder afterwards."""
+    """Makes ``import torchao`` work in the block; afterwards its folder is no longer searched."""
     sys.path.append(str(TORCHTITAN))
     try:
         yield

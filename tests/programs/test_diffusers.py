@@ -18,8 +18,8 @@ from tests.programs.packages import PROGRAM
 
 pytestmark = PROGRAM
 STEPS = 3
-SIZE = 8  # of an image
-BATCH = 4  # of all ranks
+SIZE = 8  # height and width of an image
+BATCH = 4  # rows over all ranks
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -49,7 +49,8 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def _is_block(name: str, module: nn.Module) -> bool:
-    """The units of the transformer, whose forward calls a module of the first block by itself."""
+    """Whether a module is a unit: all transformer blocks but the first, of which the model calls a
+    submodule directly."""
     return name.startswith("transformer_blocks.") and name.count(".") == 1 and name[-1] != "0"
 
 
@@ -78,7 +79,8 @@ def train(model: nn.Module) -> list[float]:
     from diffusers import DDPMScheduler
 
     scheduler = DDPMScheduler(num_train_timesteps=100)
-    # Not Adam, which turns rounding of biases of keys, without a gradient, into steps.
+    # Not Adam: biases of keys have only rounding errors as gradients, which Adam would turn into
+    # steps.
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     rank = dist.get_rank() if num_ranks() > 1 else 0
     losses = []

@@ -1,5 +1,5 @@
-"""Optimizers with state in 8 and 4 bits have the bits of one process of plain torch: on any number
-of ranks, at every level, and through checkpoints of other ranks."""
+"""Optimizers with state in 8 and 4 bits give exactly the values of one process of plain torch: on
+any number of ranks, at every level, and through checkpoints of other ranks."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ OPTIMIZERS = (
     "bitsandbytes.AdamW8bit",
     "bitsandbytes.Lion8bit",
     "bitsandbytes.AdEMAMix8bit",
-    # Main weights are bf16; those of FlashAdamW with 8 bits more.
+    # Main weights are in bf16; FlashAdamW adds 8 bits to each.
     "torchao.AdamW8bit in bf16",
     "bitsandbytes.AdamW8bit in bf16",
     "pytorch_optimizer.FlashAdamW in bf16",
 )
 NUM_STEPS = 6
-# After so many steps 2 ranks save, and then 3.
+# The steps after which the first and the second job save.
 SAVED = (2, 4)
 
 
 def _model(name: str = "") -> nn.Module:
-    """Weights whose elements are a multiple of 256, and are not; below and above 4,096."""
+    """Weights with and without a multiple of 256 elements; below and above 4,096 elements."""
     torch.manual_seed(0)
     layers = [nn.Linear(67, 96), nn.Tanh(), nn.LayerNorm(96), nn.Linear(96, 128)]
     return nn.Sequential(*layers, nn.Linear(128, 128, False), nn.Linear(128, 50)).to(
@@ -146,8 +146,8 @@ def _load(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: An
 def _resume(
     name: str, level: str | None, keeper: str, folder: str, part: int, expected: dict[str, Tensor]
 ) -> bool:
-    """Load the checkpoint of the part before, train, and save; returns whether the weights are
-    those of one process at its end."""
+    """Load the checkpoint of the previous part, train, and save. Returns whether the weights equal
+    ``expected``."""
     steps = (0, *SAVED, NUM_STEPS)
     model = _model(name)
     engine = None if level is None else _shard(model, level)
@@ -161,7 +161,7 @@ def _resume(
     return _is_equal(model.state_dict() if engine is None else engine.full_state_dict(), expected)
 
 
-# Two parts of the state of AdEMAMix are one tensor, of which each rank has a part.
+# AdEMAMix keeps two parts of its state in one tensor, so each rank has a slice of each part.
 RESHARDED = [name for name in OPTIMIZERS if "AdEMAMix" not in name]
 
 
@@ -213,8 +213,8 @@ def _flat(weights: Iterable[Tensor]) -> Tensor:
 
 
 def _round_stochastically(mesh: tuple[int, ...], level: str) -> tuple[list[Tensor], float, bool]:
-    """Weights, the norm of their difference from those that one process rounds, relative to that of
-    their change, and whether the user's random numbers are unchanged."""
+    """Weights; their difference from stochastic rounding in one process, relative to the change by
+    training; whether the user's random numbers are unchanged."""
     torch.manual_seed(dist.get_rank())
     name = "torchao.AdamW8bit in bf16"
     alone, model = _model(name), _model(name)
@@ -238,8 +238,8 @@ def _round_stochastically(mesh: tuple[int, ...], level: str) -> tuple[list[Tenso
     ("mesh", "level"), [((4,), "no_shard"), ((4,), "optim"), ((2, 2), "optim_grads_params")]
 )
 def test_replicas_round_alike(ranks: Ranks, mesh: tuple[int, ...], level: str) -> None:
-    """Their random numbers are those of the elements that they hold: bits are not those of one
-    process, and the same on all ranks."""
+    """Random numbers depend on the elements that a rank holds. So bits differ from those of one
+    process, but all ranks have the same."""
     found = ranks.run(_round_stochastically, mesh, level, world_size=4)
     for weights, apart, is_unchanged in found:
         assert all(map(torch.equal, weights, found[0][0]))
@@ -262,7 +262,7 @@ def _try_to_save(name: str, elementwise: bool | None, folder: str) -> str:
 
 
 def test_state_that_checkpoints_cannot_read_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """One part on each rank; or that of an optimizer that is not sharded."""
+    """State of two parts in one tensor; state of an optimizer without shard_optimizer."""
     arguments = ("bitsandbytes.AdEMAMix8bit", True, str(tmp_path / "parts"))
     for error in ranks.run(_try_to_save, *arguments, world_size=2):
         assert "expected state of 0.weight in its shape" in error
@@ -273,8 +273,8 @@ def test_state_that_checkpoints_cannot_read_is_refused(ranks: Ranks, tmp_path: P
 
 
 def _keep_in_32_bits() -> tuple[list[str], list[str]]:
-    """Dtypes of the state of weights, of which the first is kept in 32 bits: of one process, and of
-    a sharded model."""
+    """Dtypes of the weights' states if only the first is kept in 32 bits, in one process and in a
+    sharded model."""
     found = []
     for is_sharded in (False, True):
         model = _model()
@@ -357,7 +357,7 @@ def test_a_simulation_knows_state_in_8_bits() -> None:
 
 
 def _held(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all tensors of the state, and of what they share once."""
+    """Bytes of all tensors of the state; tensors that states share are counted once."""
     held: dict[int, int] = {}
     for state in optimizer.state.values():
         for value in state.values():
@@ -403,7 +403,7 @@ def test_bytes_of_state_of_an_element(ranks: Ranks, name: str, limit: float) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS[:4])
 def test_values_in_state_dicts_have_the_codes_and_scales(name: str, dtype: torch.dtype) -> None:
-    """Of blocks of many magnitudes, whose largest element is positive or negative, or zero."""
+    """Tests blocks of many magnitudes, whose largest element is positive, negative or zero."""
     torch.manual_seed(0)
     param = nn.Parameter(torch.zeros(1024, 256, dtype=dtype))
     optimizer = fe.shard_optimizer(_optimizer(name, nn.ParameterList([param])))

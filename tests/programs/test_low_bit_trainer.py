@@ -24,7 +24,7 @@ OPTIMIZERS = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of each optimizer: what the plain trainer has found, and the engine at each level."""
+    """For each optimizer, results of the plain trainer and of the engine at each level."""
     folder = tmp_path_factory.mktemp("low_bit")
     out = folder / "found.json"
     run_job(folder, "job", [str(SCRIPT), "--out", str(out), "--kinds", "plain", *LEVELS], 2)

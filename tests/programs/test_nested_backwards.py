@@ -43,8 +43,8 @@ def _train_both(
     """Gradients of every step are those of one process, of the mean of all losses.
 
     Args:
-        losses: of this rank, by step and microbatch.
-        losses_alone: the sum of those of all ranks.
+        losses: the loss of this rank, by step and microbatch.
+        losses_alone: the sum of the losses of all ranks.
     """
     optimizer, one = (reference.sgd(each.parameters()) for each in (engine.model, alone))
     for step in range(steps):
@@ -107,7 +107,7 @@ class _Block(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """Of Llama."""
+    """The MLP of Llama."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,14 +120,15 @@ class _Mlp(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
     def compute_params(self) -> list[Tensor]:
-        """Those that are trained, as axolotl's ``patch_tiled_mlp`` keeps them."""
+        """The trainable parameters, cached as in axolotl's ``patch_tiled_mlp``."""
         if not self._compute_params:
             self._compute_params = [param for param in self.parameters() if param.requires_grad]
         return self._compute_params
 
 
 class _LigerMlp(_Mlp):
-    """As LigerTiledSwiGLUMLP calls it; its product with SiLU is a kernel of GPUs alone."""
+    """Calls apply_tiled_mlp as LigerTiledSwiGLUMLP does, but without liger's fused SiLU product,
+    which needs a GPU."""
 
     def forward(self, x: Tensor) -> Tensor:
         from liger_kernel.ops.tiled_mlp import apply_tiled_mlp

@@ -22,12 +22,12 @@ from tests.programs.packages import needs
 LIBRARIES = ("schedulefree", "pytorch_optimizer", "bitsandbytes")
 LEVELS = ("optim", "optim_grads_params")
 SAVED_AFTER, NUM_STEPS = 3, 5
-# Errors of saves, wherever state lies.
+# Errors of saves, for state in memory or on disk.
 NOT_SAVED = (
     "optimizer: expected state of parameters; found state of",
     "optimizer: expected tensors and numbers in the state of",
 )
-# They seem elementwise for some steps, and are not: they sum over parameters or over slices.
+# These optimizers look elementwise in some steps, but sum over parameters or over slices.
 SUM = {
     f"pytorch_optimizer.{name}"
     for name in ("ASGD", "AdaNorm", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion")
@@ -135,7 +135,7 @@ def of_level(kind: Any, use: catalogue.Use, level: str, folder: str) -> str:
     try:
         checkpointer.save(SAVED_AFTER)
         is_saved = True
-    except ValueError as error:  # as with state in memory
+    except ValueError as error:  # the same save fails with state in memory
         is_saved = False
         if not str(error).startswith(NOT_SAVED):
             raise

@@ -1,4 +1,5 @@
-"""docs/internals/optimizers.md lists what each optimizer did, and none trains other weights."""
+"""docs/internals/optimizers.md lists the outcome of each optimizer; none gives wrong weights
+silently."""
 
 from __future__ import annotations
 

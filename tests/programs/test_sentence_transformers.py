@@ -1,6 +1,6 @@
 """sentence-transformers' trainer over the engine, beside the same trainer without it.
 
-Its models are no transformers models: a folder for each of their modules is saved and loaded.
+Its models are not transformers models: they are saved and loaded as a folder for each module.
 """
 
 from __future__ import annotations

@@ -51,8 +51,8 @@ def _model(kind: str) -> nn.Module:
         return model
     swaps = kind == "int8 swap"
     quantize_(model, quantized_training.int8_mixed_precision_training(module_swap=swaps))
-    # torchao 0.18 registers the class's linear among aten functions, where no linear arrives:
-    # without this its layers are not quantised.
+    # torchao 0.18 registers this class's linear among aten functions, but linear is not dispatched
+    # as one: without this change layers would not be quantised.
     weight_class: Any = quantized_training.Int8MixedPrecisionTrainingLinearWeight
     linear = weight_class._ATEN_OP_TABLE[weight_class][nn.functional.linear]
     weight_class._TORCH_FN_TABLE[weight_class].setdefault(nn.functional.linear, linear)
@@ -135,7 +135,7 @@ def test_it_trains_as_under_fsdp2_and_in_one_process(
 
 
 def _from_meta(kind: str, way: str, level: str) -> dict[str, list[float]]:
-    """As a recipe that builds on the meta device, shards, and then gives values."""
+    """Losses of a program that builds on the meta device, shards, and then assigns values."""
     with with_torchao():
         values = _model("plain")
         with torch.device("meta"):

@@ -26,11 +26,11 @@ class Algorithm(NamedTuple):
     """A trainer of TRL.
 
     Attributes:
-        name: of its classes, ``<name>Trainer`` and ``<name>Config``.
-        columns: its data set.
-        arguments: of its config.
+        name: prefix of its classes, ``<name>Trainer`` and ``<name>Config``.
+        columns: makes the columns of its data set.
+        arguments: arguments of its config.
         shown: the logged figure that shows what it learns, and whether it rises.
-        least: by how much that figure changes at least, first two steps to last two.
+        least: the least change of that figure, from the first two steps to the last two.
     """
 
     name: str
@@ -106,12 +106,12 @@ def train(
 
     Args:
         kind: "plain", or a level.
-        name: of the algorithm.
+        name: name of the algorithm.
         lora: train adapters; else the whole model.
-        reward_funcs: of GRPO; None: :func:`reward`.
+        reward_funcs: reward functions of GRPO; None: :func:`reward`.
         sharded: options of the engine's trainer.
         ends: words that end a completion, as the tokenizer's end does.
-        changes: of the training arguments.
+        changes: changes of the training arguments.
     """
     as_launched()
     import datasets
@@ -214,7 +214,7 @@ def lengths_of_completions(kind: str, options: dict[str, Any]) -> tuple[Any, lis
 
     Args:
         kind: "plain", or a level.
-        options: of the sharded trainer.
+        options: options of the sharded trainer.
     """
     lengths: list[list[int]] = []
 
@@ -244,7 +244,7 @@ def test_grpo_generates_texts_that_end_at_different_times(ranks: Ranks, together
     expected = ranks.run(lengths_of_completions, "plain", {}, world_size=2)
     found = ranks.run(lengths_of_completions, LEVELS[-1], options, world_size=2)
     (figures, first), (_, second) = found
-    # Ranks stop generating at different lengths: the longest text of each.
+    # Ranks stop generating at different lengths: compare their longest texts.
     differ = [max(one) != max(other) for one, other in zip(first, second, strict=True)]
     assert sum(differ) >= STEPS // 2
     torch.testing.assert_close(figures, expected[0][0], rtol=2e-3, atol=1e-4)

@@ -1,11 +1,11 @@
-r"""transformers' ``Trainer`` with optimizers of torchao and bitsandbytes, by their names in its
-arguments.
+r"""transformers' ``Trainer`` with optimizers of torchao and bitsandbytes, selected by name in the
+training arguments.
 
 ::
 
     torchrun --nproc-per-node 2 tests/programs/train_low_bit.py --out FILE --kinds plain optim
 
-Writes what the trainers have logged, and what a trainer logs that resumes from a checkpoint.
+Writes the logs of the trainers, and of trainers that resume from a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ SAVED = 3
 
 
 def train(kind: str, optim: str) -> dict[str, Any]:
-    """The log of a trainer, and by one that resumes; the optimizer's class; how many
-    tensors of its state are quantised."""
+    """The log of a trainer and of one that resumes; the optimizer's class; the number of quantised
+    tensors in its state."""
     folder = shared_folder()
     changes: dict[str, Any] = {"optim": optim, "save_strategy": "steps"}
     changes |= {"save_steps": SAVED, "learning_rate": 1e-3}

@@ -6,10 +6,10 @@ r"""torchtitan's trainer on a CPU: its debug model of Llama 3 in fp32, under FSD
     torchrun --nproc-per-node 2 tests/programs/train_torchtitan.py --seed SEED_DIR --out DIR \
         --engine fsdp2 fsdp_engine
 
-torchtitan trains on accelerators. Three things make it run on a CPU, whatever the engine: a device
-module, the attention of torch in place of compiled FlexAttention (which has no backward on a CPU),
-and a tokenizer and texts of its own, since those of its debug configuration are not in its wheel.
-The engine is one assignment, in :func:`choose`.
+torchtitan trains on accelerators. Three changes make it run on a CPU, with either engine: a device
+module; torch's attention in place of compiled FlexAttention (which has no backward on a CPU); and a
+tokenizer and texts made here, since those of its debug configuration are not in its wheel. The
+engine is one assignment, in :func:`choose`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def use_the_cpu() -> None:
 
 
 def run_on_this_torch() -> None:
-    """Name a function of torch's that torchtitan calls and released torch (2.13) has as private."""
+    """Provide ``dist.set_timeout``, which torchtitan calls and torch 2.13 has under a private
+    name."""
     from torch.distributed import distributed_c10d
 
     if not hasattr(dist, "set_timeout"):
@@ -90,7 +91,7 @@ def choose(engine: str) -> None:
 
 
 def _fully_shard_on_gloo(module: Any, **arguments: Any) -> Any:
-    """FSDP2's, which leaves the division of gradients to NCCL unless it is told not to."""
+    """FSDP2's ``fully_shard``, which on gloo must divide gradients itself."""
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
     fully_shard(module, **arguments)

@@ -17,7 +17,7 @@ _WORDS = (
 )
 WORDS = tuple(_WORDS.split())
 VOCABULARY = {word: number for number, word in enumerate([*_SPECIAL, *WORDS])}
-# Of transformers' models.
+# Config options of transformers' models.
 SIZES = {"vocab_size": len(VOCABULARY), "hidden_size": 32, "intermediate_size": 48}
 SIZES |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.2}
 

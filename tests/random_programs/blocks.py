@@ -20,7 +20,7 @@ class BlockError(Exception):
 
 
 class Gain(nn.Module):
-    """Parameters of no dims, of one, and of none of the elements."""
+    """A scalar, a vector and an empty parameter."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Residual(Seq):
 
 
 class Branches(Seq):
-    """Every block gets the input; the last one's output is used half."""
+    """Every block gets the input; part of the last block's output is detached."""
 
     def forward(self, x: Tensor) -> Tensor:
         *outputs, last = [block(x) for block in self.blocks]
@@ -83,7 +83,7 @@ class Switch(Around):
 
 
 class Detached(Around):
-    """A block that is evaluated without gradients, beside one that has them."""
+    """A block without gradients, or whose input is detached, in a residual connection."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.how == "no_grad":
@@ -100,7 +100,7 @@ class Recomputed(Around):
 
 
 class Boxed(Around):
-    """Passes tensors in containers, by keyword, and returns more than it is asked for."""
+    """Passes tensors in containers and by keyword; also passes an unused tensor."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__(_Box(block))
@@ -222,7 +222,7 @@ def random_model(draw: random.Random, width: int, *, wider: bool) -> Root:
     uses = count_uses(root)
     for module in root.modules():
         if isinstance(module, Recomputed) and any(uses[id(p)] > 1 for p in module.parameters()):
-            module.how = False  # one re-entrant use of a parameter is what torch supports
+            module.how = False  # re-entrant checkpoints allow one use
     return root
 
 

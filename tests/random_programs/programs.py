@@ -18,7 +18,7 @@ from tests.pairs import PAIRS
 from tests.random_programs import blocks
 from tests.reference import full, mean_over_ranks, relative_error
 
-ROWS = 2  # of each rank, in a microbatch
+ROWS = 2  # rows of each rank in a microbatch
 # (kind, arguments): see Runner.
 Operation = tuple[str, tuple[Any, ...]]
 
@@ -27,18 +27,18 @@ Operation = tuple[str, tuple[Any, ...]]
 class Program:
     """A training run."""
 
-    seed: int  # of the model, its values and the data
+    seed: int  # seed of the model, its values and the data
     width: int  # of the model's tensors
     dtype: torch.dtype  # of parameters
     wider: bool  # whether a part of the model is in fp64
     autocast: bool  # whether microbatches run in ``torch.autocast`` in bf16
     adam: bool  # AdamW, not SGD
-    # Of ``fe.shard``: at first, and when a checkpoint is loaded into a new model.
+    # Arguments of ``fe.shard``: at first, and when a checkpoint is loaded into a new model.
     shards: list[dict[str, Any]]
     operations: list[Operation] = field(default_factory=list)
 
     def model(self) -> blocks.Root:
-        """The same on every call."""
+        """The model, with the same values on every call."""
         torch.manual_seed(self.seed)
         draw = random.Random(self.seed)
         made = blocks.random_model(draw, self.width, wider=self.wider)
@@ -103,7 +103,7 @@ def _some(draw: random.Random, names: list[str]) -> list[str]:
 
 
 def _sharding(draw: random.Random, world_size: int, program: Program) -> dict[str, Any]:
-    # Classes that the model has; of modules with parameters.
+    # Classes of the model's modules that have parameters.
     classes = dict.fromkeys(
         type(each)
         for each in program.model().modules()
@@ -142,7 +142,7 @@ class Runner:
             getattr(self, f"do_{kind}")(f"{number} {kind}", *arguments)
         return self.found
 
-    # --- What differs with an engine ---
+    # --- Methods that ShardedRunner overrides ---
 
     def _build(self, model: blocks.Root) -> None:
         self.model = model
@@ -165,14 +165,14 @@ class Runner:
         return nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def _reset(self) -> None:
-        """After an error."""
+        """Called after an error."""
 
     def do_reload(self, label: str) -> None:
         self.model.load_state_dict(self.model.state_dict())
         for param in self.model.parameters():
             param._backward_hooks = None
 
-    # --- The same for both ---
+    # --- Methods that both runners share ---
 
     def _loss(self) -> Tensor:
         self._num_batches += 1
@@ -322,7 +322,7 @@ def run_and_compare(seed: int, folder: str) -> list[str]:
         found = ShardedRunner(program, world_size, folder).run()
     if [label for label, _ in found] != [label for label, _ in expected]:
         return [f"other observations: {found}; expected {expected}"]
-    # Gradients that cancel out are rounding alone.
+    # Gradients that cancel out are rounding errors only.
     largest = max(_largest(value) for _, value in expected) * (0.1 if program.autocast else 0.01)
     lines = []
     for (label, ours), (_, theirs) in zip(found, expected, strict=True):
@@ -337,7 +337,7 @@ def _largest(value: Any) -> float:
 
 
 def _error(ours: Any, theirs: Any, scale: float) -> float:
-    """Relative to the largest element, or to ``scale`` if that is larger."""
+    """The largest difference, relative to the largest element, or to ``scale`` if it is larger."""
     if isinstance(ours, float) and isinstance(theirs, float):
         return relative_error(torch.tensor(ours), torch.tensor(theirs))
     if not isinstance(ours, Tensor) or not isinstance(theirs, Tensor):

@@ -1,4 +1,4 @@
-"""Random programs give what one process of plain torch gives.
+"""Random programs have the same results as in one process of plain torch.
 
 To run one by hand: ``run_and_compare(seed, folder)`` of ``programs.py`` within a process group.
 """
@@ -19,7 +19,7 @@ FIRST_SEED = int(os.environ.get("FSDP_ENGINE_TEST_SEED", "0"))
 
 
 def run_many(first: int, num: int) -> dict[int, str]:
-    """What went wrong, by seed."""
+    """Differences of the programs that failed, by seed."""
     failed = {}
     for seed in range(first, first + num):
         shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]

@@ -1,4 +1,4 @@
-"""Models that call modules, read weights and return tensors in the ways of real ones."""
+"""Models that call modules, read weights and return tensors in the ways of real models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Shuffled(Chain):
 
 
 class Choosing(Regression):
-    """Every block has two linears and reads those it is told to."""
+    """Every block has two linears and uses those that ``choose`` selects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class HidesFirst(Chain):
 
 
 class Language(Transformer):
-    """Uses its head in a way of its own, perhaps from the second forward on only."""
+    """Uses its head by the function ``use_head``, perhaps only from the second forward on."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Language(Transformer):
 
 
 class Product(torch.autograd.Function):
-    """As fused losses do: weights go into a function of one's own."""
+    """Like fused losses: weights are passed to a custom autograd function."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -297,7 +297,7 @@ class WithTable(Reads):
 
 
 class Keeps(Skips):
-    """Puts its bias, and a view of its weight, into what it was given."""
+    """Puts its bias, and a view of its weight, into containers that the caller passed."""
 
     def forward(self, x: Tensor, biases: list[Tensor], *, views: dict[str, Any]) -> Tensor:
         biases.append(self.bias)
@@ -306,7 +306,7 @@ class Keeps(Skips):
 
 
 class WithContainers(Reads):
-    """Reads what blocks have put into containers, after all blocks have run."""
+    """Reads parameters from containers after all blocks have put them there."""
 
     def __init__(self) -> None:
         super().__init__(Keeps)

@@ -1,4 +1,4 @@
-"""Work of the host while a step is captured into a graph, and after replays that it does not see.
+"""The host's work while a step is captured into a graph, and after replays, which run without it.
 
 There is no graph here: the question whether the current stream is captured is answered by the test.
 ``tests/gpu/test_captured_steps.py`` captures steps.

@@ -1,7 +1,7 @@
 """Collectives per step and the bytes that each rank sends, exact, for every pair of levels.
 
-Counted are the operations that lanes get, by label, and every message that reaches a process
-group, by group. Expected is what follows from the levels alone ([Note: Depth] in
+The tests count the operations that lanes get, by label, and every message that reaches a process
+group, by group. Expected counts follow from the levels alone ([Note: Depth] in
 ``strategies/pair.py``) and from the traffic formulas of ``strategies/``.
 """
 
@@ -24,7 +24,7 @@ from tests.training import mesh_of
 
 
 def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Axis, str]]:
-    """Bytes sent as the formulas of ``strategies/`` have them, by (axis, kind)."""
+    """Bytes sent by the formulas of ``strategies/``, by (axis, kind)."""
     sent: Counter[tuple[Axis, str]] = Counter()
     for axis in Axis:
         formula = strategy.level(axis).traffic(2)
@@ -37,7 +37,8 @@ def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Ax
                 dtypes, numel = buffer.kind.dtypes, buffer.layout.numel * part
                 params = formula.params_per_step + num_micro * formula.params_per_microbatch
                 if unit is engine.units[-1]:
-                    params -= num_micro * formula.params_per_microbatch / 2  # once, not twice
+                    # Gathered once in a microbatch, not twice.
+                    params -= num_micro * formula.params_per_microbatch / 2
                 grads = formula.grads_per_step + num_micro * formula.grads_per_microbatch
                 sent[axis, "gather"] += round(params * numel * dtypes.compute.itemsize)
                 sent[axis, "reduce"] += round(grads * numel * dtypes.comm.itemsize)
@@ -70,7 +71,7 @@ def test_collectives_and_bytes_of_a_step_follow_from_the_levels(strategy: str, o
                 group = groups.gather_group if kind == "gather" else groups.reduce_group
                 expected[group.group_name] = num_bytes
             assert dict(messages.sent) == expected, (dtype, num_micro)
-            assert messages.calls[control, "allreduce_"] == 1  # about usage
+            assert messages.calls[control, "allreduce_"] == 1  # the message about used parameters
 
 
 @on_ranks(world_size=2)
@@ -128,4 +129,4 @@ def test_clipping_takes_one_small_message() -> None:
         engine.clip_grad_norm_(1.0)
     assert messages.operations == Counter()
     assert list(messages.calls.values()) == [1]
-    assert list(messages.sent.values()) == [8]  # one fp64 element, there and back
+    assert list(messages.sent.values()) == [8]  # all-reduce of one fp64 element

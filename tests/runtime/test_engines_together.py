@@ -23,7 +23,8 @@ from tests.pool import on_few_ranks, on_ranks
 
 
 def make_models() -> dict[str, nn.Module]:
-    """Of the same names and shapes in part, so that names must tell them apart."""
+    """Some parameters have the same names and shapes, so the models' names must distinguish
+    them."""
     torch.manual_seed(0)
     return {
         "actor": nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)),
@@ -171,7 +172,7 @@ def test_a_newer_folder_without_manifest_is_not_the_latest_and_said_so() -> None
 
 @on_few_ranks
 def test_models_share_a_module_without_parameters() -> None:
-    """As default arguments are shared: ``def __init__(self, activation=nn.Tanh())``."""
+    """Default arguments share modules: ``def __init__(self, activation=nn.Tanh())``."""
     shared = nn.Tanh()
     for level in LEVELS:
         policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)

@@ -34,7 +34,7 @@ from tests.training import OPTIMIZERS, mesh_of
 # thousands is on the other side of a rounding boundary, and changes all later values by a part of
 # 2^-9.
 LATER = {"fp32": {"sgd": 2e-5, "adamw": 2e-5}, "bf16": {"sgd": 1e-2, "adamw": 5e-2}}
-# Microbatches, dtypes, optimizers; and few of them, in which each is with each of the others once.
+# Microbatches, dtypes, optimizers. In FEW_WAYS any two values occur together once.
 Way = tuple[int, str, str]
 ALL_WAYS: list[Way] = list(itertools.product((1, 3), LATER, OPTIMIZERS))
 FEW_WAYS: list[Way] = [
@@ -61,7 +61,7 @@ def scenario_of(way: Way) -> Scenario:
 
 @functools.cache
 def alone(way: Way, num_ranks: int) -> Run:
-    """The same for every pair of levels."""
+    """One process's run, shared by all pairs of levels."""
     return scenario_of(way).alone()
 
 
@@ -93,7 +93,7 @@ def test_a_level_trains_on_one_axis_with_a_sharded_optimizer_and_on_one_rank_alo
 @pytest.mark.parametrize(("strategy", "outer"), EVERY_PAIR)
 @on_ranks(4)
 def test_an_axis_of_size_one_changes_nothing(strategy: str, outer: str) -> None:
-    """With odd parameters."""
+    """Tested with parameters of odd sizes."""
     odd = Scenario(model=odd_model, batch=partial(vector_batch, width=7), pair=(strategy, outer))
     for shape in ((4, 1), (1, 4)):
         run = odd.but(mesh=shape).check()
@@ -108,7 +108,7 @@ def test_the_wrapper_trains_on_two_axes_as_one_process(overlap: bool) -> None:
     start = Chain(Mlp(), Mlp())
     data = reference.make_data(vector_batch, 2, 3, 4)
     expected = reference.train(copy.deepcopy(start), data)
-    # In a config without sharding there are no instances of the optimizer.
+    # Without sharding, several instances of the optimizer are not allowed, so the mesh is passed.
     for number, pair in enumerate(FEW_PAIRS):
         mesh = None if number else mesh_of(2, 2)
         fields = {"num_distributed_optimizer_instances": 2} if number else {}

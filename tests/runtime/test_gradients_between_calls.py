@@ -1,5 +1,5 @@
-"""Gradients of programs that clear, freeze, hook or replace gradients between calls, against plain
-torch: also of several forwards within one ``torch.autocast``."""
+"""Programs that clear, freeze, hook or replace gradients between calls, compared with plain torch.
+Also several forwards within one ``torch.autocast``."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Side:
         return nullcontext() if self.engine is None else self.engine.no_sync()
 
 
-# Gradients are compared wherever it yields.
+# A program yields wherever gradients are to be compared.
 Program = Callable[[Side], Iterator[None]]
 
 CLEAR: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
@@ -139,7 +139,7 @@ def given_after_clearing(side: Side, way: str) -> Iterator[None]:
 
 
 def told(*which: str) -> Callable[[Any, int], None]:
-    """Rank r's blocks read what ``which[r]`` names."""
+    """Select the linears that blocks use: those of ``which[r]`` on rank r."""
     return lambda model, rank: model.choose(which[rank % len(which)])
 
 
@@ -192,7 +192,8 @@ def frozen_between_steps(side: Side, way: str) -> Iterator[None]:
 
 
 def frozen_and_thawed(side: Side) -> Iterator[None]:
-    """Frozen between a forward and its backward, for a forward without gradients; at backward."""
+    """Freeze a linear for an evaluation between forward and backward; then also during a
+    backward."""
     left = side.model.blocks[0].left
     for step in range(2):
         side.model.zero_grad()
@@ -212,7 +213,7 @@ def frozen_and_thawed(side: Side) -> Iterator[None]:
 
 
 def thawed_in_time(side: Side) -> Iterator[None]:
-    """Frozen between two microbatches, thawed before both of their backwards."""
+    """Freeze the model for an evaluation between two forwards; thaw it before their backward."""
     first = side.loss(0)
     side.model.requires_grad_(False)
     with torch.no_grad():
@@ -246,7 +247,7 @@ def all_hooked(side: Side) -> Iterator[None]:
 
 
 def hooked_with_penalty_and_given_gradient(side: Side) -> Iterator[None]:
-    """The gradient of a penalty is part of what the hook sees; one that is there is not."""
+    """A penalty's gradient passes the hook; a gradient that was assigned before does not."""
     weight = side.model.blocks[0].left.weight
     weight.register_hook(lambda grad: grad * 0.5)
     for seed in (0, 10):
@@ -325,7 +326,7 @@ def model_of(name: str) -> nn.Module:
 def assert_same_gradients(
     name: str, tolerance: float = 2e-6, autocast: bool = False, **options: Any
 ) -> None:
-    """At each level; relative to the largest element."""
+    """Compare at each level; the error is relative to the largest element."""
     # Where parameters are sharded all ranks run the same units.
     levels = list(LEVELS)[:3] if name == unit_that_one_rank_skips.__name__ else LEVELS
     for level in levels:

@@ -1,4 +1,4 @@
-"""Parameters that are read outside of their unit's forward: when they are full, and what it costs.
+"""Parameters read outside of their unit's forward: when they are full, and the extra gathers.
 
 That such models train as one process does is in ``test_real_models.py``. A caller that read freed
 memory would end the process, so every test here is one of ranks in processes of the pool.
@@ -71,7 +71,8 @@ def test_units_in_use_as_the_first_block_is_entered(
     for step in range(3):
         model(*token_batch(2, step)).backward()
     assert seen == [first, later, later]
-    with pytest.raises(ValueError, match=r"embedding\.weight"):  # outside it is a slice
+    # Outside the forward the weight is a slice.
+    with pytest.raises(ValueError, match=r"embedding\.weight"):
         model.embedding.weight.numpy()
 
 
@@ -85,7 +86,8 @@ def test_an_embedding_is_not_gathered_for_backward() -> None:
         with messages.counting():
             model(*token_batch(2, step)).backward()
         gathered.append(messages.operations["all-gather of embedding"])
-    assert gathered == [2, 1, 1]  # in the first forward it may have been read, too
+    # During the first forward any unit may be read, so it is gathered again.
+    assert gathered == [2, 1, 1]
 
 
 # Parameters that units return.

@@ -1,6 +1,6 @@
-"""What a backward that is not the step's last leaves in flight, and who waits for it.
+"""Reductions left in flight by a backward that is not the step's last, and who waits for them.
 
-Lanes are a tracer's: they continue without the host, as on CUDA, and every access is checked.
+Lanes are those of a Tracer: they continue without the host, as on CUDA, and accesses are checked.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def test_reductions_are_in_flight_until_the_next_backward_or_a_look(
         t.microbatch(0)
         sum_all(t)
         t.microbatch(1)
-        assert not in_flight  # the user may hold a gradient
+        assert not in_flight  # finished, since the user may hold a gradient
         t.to_the_end(2)  # clears gradients
         t.microbatch(3)
         assert in_flight
@@ -149,7 +149,7 @@ def test_where_the_host_drives_lanes_backward_waits() -> None:
 @on_ranks(4)
 def test_a_look_at_gradients_and_their_clearing_wait(levels: tuple[str, ...], look: str) -> None:
     def body(t: Training) -> None:
-        for number in range(2):  # the second time the optimizer has seen gradients
+        for number in range(2):  # in the second round, after an optimizer step
             t.microbatch(10 * number)
             LOOKS[look](t)
             t.microbatch(10 * number + 1)

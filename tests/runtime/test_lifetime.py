@@ -1,4 +1,4 @@
-"""A model that its user has dropped goes, with its engine, its memory and its groups."""
+"""When the last reference to a model is dropped, its engine, memory and groups are freed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with the habits of real ones train as one process does, in units of any size."""
+"""Models with features of real models train as one process does, in units of any size."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sizes(*least: int) -> list[dict[str, Any]]:
     return [{"min_unit_size": each} for each in least]
 
 
-# Each block is a unit; joined by twos, or with the modules beside them; everything is one unit.
+# Minimum sizes of units: none; two blocks, or a block with the modules beside it; the whole model.
 BY_TWOS = sizes(0, MLPS, EVERYTHING)
 LANGUAGE = sizes(0, BLOCK, EVERYTHING)
 BF16 = {"mp_policy": fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
@@ -68,7 +68,7 @@ def switch_identity(model: Any, step: int) -> None:
     model.blocks[1].active = step % 2 == 0
 
 
-# By name: the run, and options of shard, each of which is tried.
+# By name: the run, and several options of shard; each of these is tested.
 CASES: dict[str, Case] = {
     "odd sizes": vectors(
         models.odd_model, sizes(0, EVERYTHING), batch=partial(vector_batch, width=7), microbatches=2
@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
             {"units": [models.WithShared, Mlp]},
         ],
     ),
-    # Without prefetch the memory of a unit that is freed too early is lost.
+    # Without prefetch, a unit that is freed too early loses its memory.
     "adapters": vectors(
         models.lora_model,
         [
@@ -186,8 +186,9 @@ CASES: dict[str, Case] = {
         for name, make in habits.MODULATIONS.items()
     },
 }
-# Each level has a share. What depends on the recorded order, or on weights that are read without a
-# call, is also tried at a level that gathers in backward and at one that does not.
+# By default each case runs at one of the levels. Cases that depend on the recorded order, or on
+# weights that are read without a call, also run at a level that gathers in backward and at one that
+# does not.
 AT_MORE_LEVELS = {
     "called in some steps",
     "another order in every step",
@@ -331,7 +332,7 @@ def test_after_an_exception_reset_leads_back_with_the_weights_intact(fails_in: s
 
 
 class ReadsInputs(Chain):
-    """Its blocks get fp32."""
+    """Records the dtype of inputs: blocks must get fp32."""
 
     def __init__(self) -> None:
         super().__init__(Mlp(), Mlp())
@@ -368,7 +369,7 @@ def test_a_joined_unit_is_gathered_once_for_all_of_its_blocks() -> None:
         for _ in range(3):
             operations = count_step(model, engine, optimizer, 1).operations
         gathers = [operations[f"all-gather of {name}"] for name in (first, last)]
-        assert gathers == [2, 1]  # the last one stays full from forward to backward
+        assert gathers == [2, 1]  # the last unit stays full from forward to backward
 
 
 @pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
@@ -377,7 +378,8 @@ def test_the_wrapper_joins_units_where_parameters_are_sharded(strategy: str) -> 
     scenario = joined(False, 2).but(steps=2, max_norm=float("inf"))
     model = scenario.made()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "MIN_UNIT_SIZE", 2 * BLOCK)  # it has no keyword for it
+        # The wrapper has no argument for this size.
+        patch.setattr(assignment, "MIN_UNIT_SIZE", 2 * BLOCK)
         ddp = fe.DistributedDataParallel(model, config_of(strategy, overlap=True))
     is_sharded = strategy == "optim_grads_params"
     names = ["embedding + blocks.0-1", "blocks.2-3 + norm + head"] if is_sharded else [""]

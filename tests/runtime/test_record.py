@@ -1,4 +1,4 @@
-"""The record of a microbatch, and what follows from a place in it."""
+"""The record of a microbatch, and the windows that follow each use."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_window_is_at_least_one_unit_and_never_more_than_one_over_the_budget(
     order, sizes, budget = walk
     found = windows(order, sizes, budget)
     record = Record(order, order[::-1], sizes, budget)
-    for _ in range(2):  # a record that is followed gives each in turn
+    for _ in range(2):  # a repeated microbatch gives each use in turn
         record.begin_forward()
         given_steps = [record.use(unit, FORWARD) for unit in order]
         assert [tuple(use.unit for use in each.window) for each in given_steps] == found
@@ -74,10 +74,11 @@ def test_a_window_is_at_least_one_unit_and_never_more_than_one_over_the_budget(
     for place, window in enumerate(found):
         ahead = order[place + 1 :]
         wanted = list(dict.fromkeys(u for u in ahead if u != order[place] and sizes[u]))
-        # The nearest ones, each once, without a gap.
+        # The window contains the next units, each once, without a gap.
         assert list(window) == wanted[: len(window)]
         assert bool(window) == bool(budget and wanted)
-        # Without the last one the window is below the budget; with one more it was full before.
+        # Without its last unit the window is below the budget. The whole window is below it only if
+        # no unit is left.
         assert not window or sum(sizes[unit] for unit in window[:-1]) < budget
         if len(window) < len(wanted):
             assert sum(sizes[unit] for unit in window) >= budget
@@ -112,7 +113,8 @@ def test_the_next_forward_and_backward_are_expected_as_they_were_seen() -> None:
         record.leave(unit)
     record.end_forward()
     assert record.first == (Use(2, FORWARD), Use(0, FORWARD))
-    record.begin_backward()  # not seen yet: as forward left them, from the end
+    # Backward is not recorded yet: the reverse order of forward is expected.
+    record.begin_backward()
     assert record.use(0, BACKWARD) == step([2], BACKWARD)
 
 

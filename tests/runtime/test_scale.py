@@ -145,7 +145,7 @@ def test_a_layout_for_four_thousand_ranks_is_as_small_as_one_for_two() -> None:
         layouts = [buffer.layout for unit in plan.units for buffer in unit.buffers]
         assert {layout.num_shards for layout in layouts} == {num_ranks}
         sizes[num_ranks] = len(pickle.dumps(layouts))
-    # Only numbers get longer.
+    # Layouts have the same entries; only their numbers have more digits.
     assert sizes[4096] <= sizes[64] + 16
 
 

@@ -1,7 +1,7 @@
 """The schedule has no race: see ``trace_lanes.py``, which judges it.
 
-Every pair of levels on 2 x 2 ranks, with nothing, one unit and everything gathered ahead; the
-habits of models that bend the order of events; and schedules that are broken on purpose.
+Every pair of levels on 2 x 2 ranks, with a prefetch of nothing, of one unit and of everything;
+models and loops that change the order of events; and schedules that are broken on purpose.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.pairs import PAIRS_AND_WAYS
 from tests.pool import Ranks, on_ranks
 from tests.training import BUDGETS, config_of, mesh_of, traced, train
 
-BLOCK = 256  # elements of a block's flat buffer where it is cut for up to four ranks
+BLOCK = 256  # elements of a block's flat buffer when sharded over up to four ranks
 POLICIES = {
     "fp32": (fe.MixedPrecisionPolicy(), False),
     "bf16": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), False),
-    # Gradients travel in another dtype than they are kept in.
+    # Gradients are sent in another dtype than they are kept in.
     "bf16 on the wire": (fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16), True),
 }
 
@@ -59,19 +59,19 @@ def test_a_pair_of_levels_has_no_race(strategy: str, outer: str, all_ways: bool)
             mp_policy=policy,
             config=config_of(BUDGETS[budget], narrow),
         )
-        expected = {"inner_reduce", "outer_reduce"}  # gradients travel along both axes, always
+        expected = {"inner_reduce", "outer_reduce"}  # gradients are always reduced along both axes
         expected |= {"inner_gather"} if strategy != "no_shard" else set()
         expected |= {"copy_in"} if dtypes != "fp32" else set()
         expected |= {"outer_gather"} if outer != "no_shard" else set()
         assert set(tracer.num_operations) == expected, (budget, dtypes)
-        # Of three blocks the one in use and those gathered ahead; in the first forward also the
-        # two layers beside blocks, whose weights may be read without a call.
+        # Of three blocks, the one in use and the prefetched ones are full; in the first forward
+        # also the two layers beside blocks, whose weights may be read without a call.
         cuts = strategy == "optim_grads_params"
         num_full = {"nothing": 3, "one unit": 4, "everything": 5}[budget]
         assert tracer.max_full == (num_full if cuts else 0), (budget, dtypes)
 
 
-# Models and loops that bend the order of events.
+# Models and loops that change the order of events.
 
 
 class Failing(Small):

@@ -53,7 +53,7 @@ def test_a_backward_that_reads_a_changed_weight_is_refused() -> None:
                 model = chain()
                 engine = shard(model, level, policy)
                 optimizer = kind(model[4].parameters(), lr=0.1)
-                if kind is torch.optim.SGD:  # gradients are gone when the engine hears of the step
+                if kind is torch.optim.SGD:  # clears gradients before the engine's own hook
                     optimizer.register_step_post_hook(lambda each, *args: each.zero_grad())
                 late = model(batch()).square().mean()
                 model(batch()).square().mean().backward()

@@ -35,7 +35,8 @@ def backward(model: nn.Module, rank: int) -> None:
 
 
 def assert_stepped(model: nn.Module, num_microbatches: int) -> None:
-    """After a step by the mean over all ranks of the sum of equal microbatches."""
+    """Weights are those after a step with the mean over ranks of the sum over equal
+    microbatches."""
     alone, size = made(), dist.get_world_size()
     for _ in range(num_microbatches):
         for rank in range(size):
@@ -65,7 +66,7 @@ def test_a_step_is_refused_where_gradients_are_not_reduced_and_right_elsewhere()
             with pytest.raises(RuntimeError, match=r"clip_grad_norm_: expected a reduced gradient"):
                 engine.clip_grad_norm_(0.01)
             assert_weights(model, dict(made().named_parameters()))
-        # Nothing is lost: the last microbatch brings the sum.
+        # The sum is kept: the last microbatch reduces all of it.
         backward(model, dist.get_rank())
         optimizer.step()
         assert_stepped(model, 2)

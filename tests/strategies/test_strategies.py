@@ -65,7 +65,8 @@ def test_depths_nest_and_each_rank_holds_the_fraction_of_the_levels() -> None:
         depths = [strategy.depth(role) for role in (Role.PARAM, Role.GRAD, Role.OPTIM)]
         assert depths == sorted(depths)
         for role in Role:
-            # A role sharded along the outer axis is along the inner one, so a depth suffices.
+            # A role that is sharded along the outer axis is always sharded along the inner axis,
+            # too. So its depth determines both.
             cut = [axis for axis in AXIS_BELOW_DEPTH if strategy.shards(role, axis)]
             assert cut == list(AXIS_BELOW_DEPTH[: strategy.depth(role)])
             start, stop = layout.range(strategy.depth(role), Coordinate(1, 2))
@@ -82,9 +83,9 @@ def test_the_worked_example_of_the_pairing_holds() -> None:
     assert layout.range(hfsdp.depth(Role.OPTIM), at) == (640, 768)
 
 
-# Whole tensors that a rank sends in an all-gather or a reduce-scatter, of which there are, for
-# parameters in a step and in a microbatch, and for gradients in a step and in a microbatch. That
-# lanes send as much is in ``tests/runtime/test_counts.py``.
+# Number of all-gathers or reduce-scatters, each of a full tensor: for parameters in a step and in a
+# microbatch, for gradients in a step and in a microbatch. ``tests/runtime/test_counts.py`` compares
+# them with the lanes.
 COLLECTIVES = {
     "no_shard": (0, 0, 2, 0),
     "optim": (1, 0, 1, 0),

@@ -1,4 +1,4 @@
-"""A model with experts over ranks of its own, and batches for it."""
+"""A model whose experts are spread over a group of ranks, and batches for it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NUM_EXPERTS = 2
 
 
 class Mixture(nn.Module):
-    """A linear, then experts of which this rank holds ``held``; ``group`` holds all of them."""
+    """A linear and experts. This rank holds the experts ``held``, the ranks of ``group`` all
+    experts."""
 
     def __init__(self, held: list[int], group: Any = None) -> None:
         super().__init__()
@@ -33,10 +34,11 @@ class Mixture(nn.Module):
             expert.allreduce = group is None
 
     def mix(self, x: Tensor) -> Tensor:
-        # Gradients of gathered rows are summed back to their rows, and those of sums gathered.
+        # In backward, gradients of gathered rows are reduced to the ranks of the rows, and
+        # gradients of the sums are gathered.
         whole = x if self.group is None else all_gather_tensor_autograd(x, 0, self.group)
         goes_to = (whole.detach()[:, 0] > 0).long()
-        out = whole * 0.0  # in the graph, also where no token comes
+        out = whole * 0.0  # part of the graph even if no token goes to an expert of this rank
         for name, weight in self.experts.items():
             chosen = (goes_to == int(name)).unsqueeze(1)
             if not chosen.any():

@@ -1,4 +1,4 @@
-"""What a refused call leaves behind."""
+"""Checks that a refused call changes nothing."""
 
 from __future__ import annotations
 

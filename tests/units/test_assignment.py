@@ -1,4 +1,4 @@
-"""Which modules are units: sets that people name, and what the default makes of a model."""
+"""Modules of units: sets that users select, and the default units of a model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def small() -> Transformer:
 
 
 OF_TWO = ["embedding", "encoder.layers.0", "between + decoder.norm", "decoder.layers.0", "head"]
-# The model, the default or what people name, the units, and what the root keeps.
+# The model; None for the default, or the user's units; the names of the units; parameters of the
+# root.
 UNITS: dict[str, tuple[Callable[[], nn.Module], Any, list[str], list[str]]] = {
     "before and after blocks": (
         small,
@@ -139,7 +140,7 @@ def test_selectors_are_patterns_classes_modules_and_tuples_of_them() -> None:
         assert [unit.name for unit in units] == names
         assert not any(unit.loose for unit in units)
     assert [unit.name for unit in units_of(model) if unit.loose] == ["embedding", "norm + head"]
-    # The blocks' own norms lie in blocks; each module is in one unit only.
+    # Norms of blocks belong to the blocks' units; each module is in one unit only.
     every_norm: list[UnitSelector] = [Block, ("embedding", nn.LayerNorm, model.head)]
     assert len(units_of(model, every_norm)[0].modules) == 2 + 1 + 2 * 2
 
@@ -181,7 +182,7 @@ def test_a_module_that_blocks_share_goes_where_all_its_places_are() -> None:
         "both.one": [],
         "last": [],
     }
-    # A unit of its own is entered at each of its places.
+    # A shared module that is a unit is entered at both of its places.
     own = ModuleSet(("first.shared",), [shared])
     assert len(owned_by(model, [*units, own])["first.shared"]) == 2
 
@@ -208,20 +209,21 @@ def test_units_around_a_use_do_not_end_it() -> None:
     assert expected.forward == [0, 1, 2, 3]
     assert expected.backward == [0, 1, 3, 2]
     assert [expected.num_gathers(unit) for unit in range(4)] == [1, 1, 2, 1]
-    # A module that two units share lies in both.
+    # A module that two units share is inside both.
     shared = linear()
     model = nn.Sequential(nn.Sequential(shared), nn.Sequential(linear(), shared))
     expected = expect(model, [[model], [model[0]], [model[1]], [shared]])
     assert expected.around == [set(), {0}, {0}, {0, 1, 2}]
     assert expected.containing == {0, 1, 2}
     assert expected.forward == [0, 1, 3, 2]
-    # A unit of modules within each other, as of a parameter that ties them, not in itself.
+    # A unit may contain modules within each other, as with tied parameters; it is not around
+    # itself.
     assert expect(model, [[model], [model, model[0][0]]]).around == [set(), {0}]
 
 
 def test_only_embeddings_do_without_their_weights_in_backward() -> None:
     class Initialised(nn.Embedding):
-        """Another beginning, the same forward."""
+        """Another initialization, the same forward."""
 
     class Scaled(nn.Embedding):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

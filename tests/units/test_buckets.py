@@ -1,4 +1,4 @@
-"""Buckets: where they end, when their gradients travel, and when their weights are waited for."""
+"""Buckets: their boundaries, and when their gradients are reduced and their weights are awaited."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ from tests.scenario import Scenario
 # A bucket: its parameters with their offsets, and its elements, padding included.
 Bucket = tuple[dict[str, int], int]
 
-# Ten layers of 95 x 95 = 9025 weights and perhaps 95 biases: how many layers are in each bucket.
+# By bucket size: the number of layers in each bucket, for ten layers of 95 x 95 = 9025 weights,
+# with or without biases.
 COUNTS = {
     None: [10],
     9000: [1] * 10,
@@ -60,7 +61,7 @@ CASES = [
 def boundaries(
     model: nn.Module, bucket_size: int | None, multiple: int, block: int = 64
 ) -> list[Bucket]:
-    """Megatron-Core's rule, by one walk over an endless line, as its buffer has it.
+    """Megatron-Core's rule for boundaries, in one pass over its buffer.
 
     Parameters come in reverse order of registration and start at multiples of 64; the one that
     reaches the size closes its bucket, which ends at a multiple of ``multiple``. Those of at least
@@ -86,7 +87,7 @@ def boundaries(
 
 
 def buckets_of(buffers: Sequence[Any]) -> list[Bucket]:
-    """Those of an engine or a plan, the last registered first."""
+    """Buckets of an engine or a plan, the last registered parameters first."""
     found = [
         ({slot.name: slot.offset for slot in buffer.layout.slots}, buffer.layout.numel)
         for buffer in buffers
@@ -115,7 +116,8 @@ def test_buckets_end_where_megatron_core_ends_them(
         multiple = dp * 2**16 if padded else math.lcm(dp, 128)
         expected = boundaries(model, size, multiple)
         assert [len(places) // (1 + bias) for places, _ in expected] == counts
-        # Sharded, blocks of 256 elements are on one rank, which Megatron-Core's are not.
+        # If gradients are sharded, each block of 256 elements is on one rank, unlike in
+        # Megatron-Core.
         blocks = boundaries(model, size, math.lcm(multiple, 256 * dp), 256)
         for level in LEVEL_NAMES:
             found = buckets_of(planned(model, config, level, dp))
@@ -164,7 +166,7 @@ def test_equal_tensors_are_split_evenly_and_buckets_over_ranks(
     assert multiple % (num_ranks * 2**16 if padded else 128) == 0
 
 
-# When gradients travel.
+# When gradients are reduced.
 
 
 @on_ranks(world_size=2)
@@ -203,7 +205,7 @@ def test_a_bucket_whose_gradients_do_not_all_come_is_reduced_when_backward_ends(
     assert [each for each in backward if "reduce" in each] == [
         f"reduce-scatter of (bucket {number})" for number in range(3)
     ]
-    # Later ones wait for it: one order on all ranks.
+    # Later buckets wait for bucket 0, so that all ranks have one order.
     assert backward[3:] == [
         "gradient of (bucket 1)",
         "gradient of (bucket 2)",
@@ -268,7 +270,7 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
 } | {
     "owns": NestedUnits,
     "ties": shared_model,
-    # Its weights are in several buckets.
+    # The weights of the LSTM are in several buckets.
     "recurs": lambda: Chain(Recurrent(), nn.Linear(DIM, DIM)),
 }
 
@@ -277,7 +279,7 @@ HABITS: dict[str, Callable[[], nn.Module]] = {
 @pytest.mark.parametrize("habit", HABITS)
 def test_buckets_of_models_with_habits_train_as_one_process(habit: str) -> None:
     def run(train: Any, model: nn.Module) -> tuple[list[reference.Step], list[Tensor]]:
-        """The steps, and a loss after each, which has the weights of that step."""
+        """The steps, and after each a loss computed with its updated weights."""
         optimizer, steps, losses = reference.once(reference.sgd), [], []
         for step in reference.make_data(vector_batch, 3, 2, 2):
             steps += train(model, [step], optimizer)
@@ -310,8 +312,8 @@ def test_the_first_module_that_needs_a_bucket_waits_for_it(level: str) -> None:
     )
     gathers = [f"all-gather of (bucket {number})" for number in range(3)]
     for use, events in (
-        # Unless all its modules are called, a bucket is waited for before the first call, and so
-        # comes first.
+        # A bucket with a module that was not called is waited for before the first call; so it is
+        # gathered first.
         (reads, [*gathers[1:], "call first", gathers[0], "call last"]),
         (checkpoints, [gathers[2], "call first", gathers[1], "call read", gathers[0], "call last"]),
     ):
@@ -324,7 +326,7 @@ def test_the_first_module_that_needs_a_bucket_waits_for_it(level: str) -> None:
         assert timeline.in_phase("forward") == events
 
 
-# Units beside them.
+# Units beside buckets.
 
 
 @on_ranks(world_size=2)
@@ -341,7 +343,7 @@ def test_units_and_a_root_larger_than_a_bucket_train_as_one_process(level: str) 
         for buffer in run.engine.buffers
         if not any(record.name.startswith("blocks") for record in buffer.records)
     ]
-    # Of 276, 12, 12 and 276 elements, in reverse order of registration.
+    # The root's parameters have 276, 12, 12 and 276 elements, in reverse order of registration.
     assert len(of_root) == 2
     assert {"head.weight"} in of_root
     assert {"embedding.weight", "norm.weight", "norm.bias"} in of_root

@@ -1,4 +1,4 @@
-"""Arguments of earlier versions of ``fe.shard``: each warns, and selects the same."""
+"""Arguments of earlier versions of ``fe.shard`` warn, and select the same options as new ones."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
     ({"units": lambda name, module: False}, ValueError, ("units", "predicate")),
     ({"units": nn.GELU}, ValueError, ("units", "GELU")),
     ({"units": "blocks"}, ValueError, ("units", "blocks", "ModuleList")),
-    # A granule that does not divide its parameter, or is none.
+    # A granule that does not divide its parameter, or is not positive.
     ({"granule": bad_granule}, ValueError, ("blocks.0.out.weight", "7", "144")),
     ({"granule": lambda name, parameter: 0}, ValueError, ("embedding.weight", "found 0")),
     ({"granule": lambda name, parameter: -3}, ValueError, ("embedding.weight", "found -3")),
@@ -171,12 +171,13 @@ def test_an_optimizer_built_before_sharding_is_refused() -> None:
     with refused(model, "optimizer", "after", "embedding.weight"):
         fe.shard(model)
     del optimizer
-    gc.collect()  # the frames of the error still hold it
+    gc.collect()  # the error's frames still refer to the optimizer
     assert_still_trains(model)
 
 
 def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:
-    """What sharding relies on to see that there are none, without looking through all objects."""
+    """The engine relies on this to know, without a search of all objects, that no optimizer
+    exists."""
 
     class Own(torch.optim.Optimizer):
         def step(self, closure: Any = None) -> None:
@@ -206,7 +207,7 @@ def test_a_gradient_edited_between_microbatches_names_the_parameter() -> None:
     for strategy in LEVELS:
         model = Transformer(num_blocks=1)
         engine = fe.shard(model, strategy=strategy)
-        for _ in range(2):  # the first microbatch of all, and one after others
+        for _ in range(2):  # once in the first microbatch, and once after others
             with engine.no_sync():
                 model(*token_batch(2, 1)).backward()
         head = model.head.weight
@@ -271,7 +272,7 @@ def test_a_rank_that_waits_for_another_in_vain_says_for_what() -> None:
 
 
 class Unheard(Exception):
-    """Of a kind that only this test knows."""
+    """An exception that only this test defines."""
 
 
 def raises_here(*args: Any) -> Any:
@@ -285,7 +286,7 @@ def on_rank_1(wrong: Any, right: Any = None) -> Any:
 
 
 Arguments = Callable[[], dict[str, Any]]
-# Arguments of which a function, called for all ranks, raises on rank 1.
+# Arguments with a function that is called on all ranks, and raises on rank 1.
 RAISES_ON_RANK_1: dict[str, Arguments] = {
     "units": lambda: {"units": lambda name, module: raises_here() or name == "blocks.0"},
     "units that are iterated": lambda: {"units": (raises_here() or each for each in [nn.Linear])},
@@ -295,7 +296,7 @@ RAISES_ON_RANK_1: dict[str, Arguments] = {
         "extensions": (raises_here() or fe.CodecRules([]) for _ in range(1))
     },
 }
-# What rank 1 alone gets wrong, and the kind and text of what the others see.
+# Arguments that are wrong on rank 1 only; kind and text of the error on the other ranks.
 WRONG_ON_RANK_1: dict[str, tuple[Arguments, type[Exception], str]] = {
     **{name: (make, RuntimeError, "Unheard: only here") for name, make in RAISES_ON_RANK_1.items()},
     "a type": (lambda: {"mp_policy": on_rank_1("bf16")}, TypeError, "TypeError: mp_policy"),
@@ -350,7 +351,7 @@ def test_what_is_wrong_on_one_rank_alone_is_raised_on_all_of_them(face: str, wro
 @on_ranks(4)
 def test_meshes_of_other_shapes_are_refused_on_all_ranks() -> None:
     model = Transformer(num_blocks=1)
-    # All ranks make both: torch would wait for who does not.
+    # All ranks make both meshes: torch waits for all of them.
     row, table = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     with refused(model, "shard(): expected the same on all ranks", "shape (2, 2)", "shape (4,)"):
         fe.shard(model, table if dist.get_rank() == 2 else row)

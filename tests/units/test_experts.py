@@ -1,8 +1,8 @@
 """Experts: parameters that only some data-parallel ranks share.
 
 Four ranks, two experts: ranks 0 and 2 hold expert 0, ranks 1 and 3 expert 1. Each rank has its own
-tokens; a token goes to the expert that its first feature says, on whichever rank of the pair. One
-process with both experts on all tokens says what must come out.
+tokens. A token's first feature selects its expert, which may be on the other rank of its pair. The
+expected results are those of one process with both experts and all tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ def wrapped(config: Any) -> tuple[fe.DistributedDataParallel, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "experts"))
     held = mesh["experts"].get_local_rank()
     model = build([held], mesh["experts"].get_group())
-    # Same name for every rank's expert, as layers of experts have it.
+    # All ranks' experts have the same name, as in real layers of experts.
     return fe.DistributedDataParallel(model, config, expert_mesh=mesh["copies"]), held
 
 
-# Overlap, average in the collective, division while copying; each with each of the others.
+# Overlap, average in the collective, division while copying: any two values occur together.
 WAYS = [(False, False, False), (False, True, True), (True, False, True), (True, True, False)]
 
 
@@ -45,7 +45,7 @@ def test_experts_train_as_one_process_that_holds_all_of_them(level: str) -> None
         fields = {"average_in_collective": average, "gradient_reduce_div_fusion": fused}
         ddp, _ = wrapped(config_of(level, overlap=overlap, **fields))
         found = train_wrapped(ddp, data)
-        names = found[0].gradients.keys()  # of the experts those that this rank holds
+        names = found[0].gradients.keys()  # this rank's experts and all shared parameters
         of_rank = [
             replace(
                 step,

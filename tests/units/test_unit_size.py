@@ -43,7 +43,7 @@ BLOCK = sum(parameter.numel() for parameter in Block().parameters())
 EMBEDDING = Transformer(1).embedding.weight.numel()
 
 
-# Which are joined.
+# Which units are joined.
 
 
 def test_the_worked_example_of_the_module_holds() -> None:
@@ -154,7 +154,7 @@ def test_numbered_neighbours_are_shown_as_a_run() -> None:
     assert [joined_names(names) for names, _ in NAMES] == [name for _, name in NAMES]
 
 
-# What users say.
+# Users' settings.
 
 
 def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_ones(
@@ -162,7 +162,8 @@ def test_the_default_leaves_the_blocks_of_usual_models_alone_and_joins_small_one
 ) -> None:
     monkeypatch.setattr(assignment, "MIN_UNIT_SIZE", MIN_UNIT_SIZE)
     with torch.device("meta"):
-        usual = Transformer(num_blocks=3, dim=768)  # as GPT-2's smallest, but for its vocabulary
+        # The width of the smallest GPT-2, with a smaller vocabulary.
+        usual = Transformer(num_blocks=3, dim=768)
         small = Transformer(num_blocks=3, dim=64)
     names = names_of(usual, None)
     assert names == ["embedding + blocks.0", "blocks.1", "blocks.2 + norm + head"]

@@ -1,9 +1,9 @@
 // The device as torch sees it: guard, hooks, generator, operators.
 //
-// About ten operators are written here. All others go through one boxed fallback: the operator runs on
-// meta tensors in the host, which gives shapes and finds the caller's mistakes at the call; then its
-// CPU kernel is enqueued, over CPU tensors that alias the device's memory. Jobs own no device
-// memory, as kernels do not, so that errors of lifetime show.
+// About ten operators are written here. All others go through one boxed fallback: the operator runs
+// on meta tensors in the host, which gives shapes and finds the caller's mistakes at the call; then
+// its CPU kernel is enqueued, over CPU tensors that alias the device's memory. Like kernels, jobs
+// do not keep device memory alive, so that memory that is freed too early shows as an error.
 #include "runtime.h"
 
 #include <ATen/ATen.h>
@@ -272,7 +272,7 @@ at::Tensor& set_nothing(at::Tensor& self) {
 }
 
 // Copies between pinned memory and the device run on the stream if the caller says `non_blocking`.
-// From and to other host memory, and else, the host waits.
+// For other host memory, and without `non_blocking`, the host waits.
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blocking) {
   const auto stream = current_stream();
   const at::Tensor* host = is_ours(self) ? (is_ours(dst) ? nullptr : &dst) : &self;
@@ -353,7 +353,7 @@ struct TensorShape {
 // What meta tensors say about a call.
 struct CallShapes {
   bool known = true;                             // the operator has a meta kernel
-  std::vector<std::vector<TensorShape>> results;  // of each return that is new
+  std::vector<std::vector<TensorShape>> results;  // shapes of each new result
   std::vector<std::pair<size_t, std::vector<int64_t>>> resized;  // arguments, and their new sizes
 };
 
@@ -362,7 +362,8 @@ void append(std::string& key, const T& value) {
   key.append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-// Appends all that shapes may depend on; whether `value` is of a type that it knows.
+// Appends everything that shapes may depend on to `key`. Returns whether the type of `value` is
+// known.
 bool append_value(std::string& key, const c10::IValue& value) {
   auto append_tensor = [&key](const at::Tensor& tensor) {
     key += tensor.defined() ? 'T' : 'U';
@@ -424,8 +425,8 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
   return value.isTensor() ? std::vector<at::Tensor>{value.toTensor()} : value.toTensorVector();
 }
 
-// Mean and deviation of these norms: the meta kernels return fp32, as CUDA's do. The CPU's return the
-// dtype of the input, unless the weight is wider.
+// Sets the dtype of the mean and deviation of layer and group norm. The meta kernels return fp32,
+// as CUDA's do. The CPU's return the dtype of the input, unless the weight is wider.
 void set_dtype_of_statistics(const std::string& name, c10::ArrayRef<c10::IValue> arguments,
                              CallShapes& shapes) {
   const bool is_layer_norm = name == "aten::native_layer_norm";
@@ -469,7 +470,7 @@ CallShapes run_on_meta(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue>
   return shapes;
 }
 
-// A meta kernel in Python takes a quarter of a millisecond, so shapes of calls are kept.
+// A meta kernel in Python takes a quarter of a millisecond, so the shapes of calls are cached.
 CallShapes shapes_of_call(const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> arguments) {
   static auto& known = *new std::unordered_map<std::string, CallShapes>;
   static auto& mutex = *new std::mutex;
@@ -523,7 +524,7 @@ torch::jit::Stack arguments_for_job(const c10::OperatorHandle& op,
   return stack;
 }
 
-// The CPU kernels themselves: autograd has been here already.
+// Calls the CPU kernel directly, below autograd, which has recorded the call already.
 void call_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
   op.callBoxed(stack);
@@ -651,14 +652,16 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("unfold", at::native::unfold);
-  // torch has composite kernels of these, which would be taken. Those of convolutions choose a backend
-  // by device and have none for this one; those of norms round otherwise than the CPU's; that of
-  // mse_loss calls the CPU's with a given output, which it resizes for a moment, and jobs cannot.
+  // torch has composite kernels of these operators, which it would call. Those of convolutions
+  // choose a backend by device and have none for this one. Those of norms round differently from
+  // the CPU kernels. That of mse_loss passes an output to the CPU kernel, which resizes it
+  // temporarily; jobs cannot resize.
   for (const char* name : {"convolution", "convolution_backward", "native_layer_norm",
                            "native_group_norm", "mse_loss"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
-  // torch's composites of these call a kernel for each tensor. Here, as on CUDA, all tensors are one.
+  // torch's composites of these call a kernel for each tensor. Here, as on CUDA, one kernel handles
+  // all tensors.
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames()) {
     if (op.name.rfind("aten::_foreach_", 0) != 0) continue;
     const auto name = op.name + (op.overload_name.empty() ? "" : "." + op.overload_name);

@@ -1,12 +1,12 @@
 // Collectives for the device in NCCL's manner, and the functions that Python calls.
 //
-// A collective is enqueued: on a stream of the group's own, behind what the current stream has
+// A collective is enqueued: on a stream of the group's own, behind the current stream's work so far
 // (`async_op=True`), or on the current stream. `Work::wait` makes the current stream wait; the host
-// goes on. Collectives of one group run in the order in which they were issued, whatever their streams.
-// The bytes are carried by a CPU group (gloo) below, over the device's memory.
+// goes on. Collectives of one group run in the order in which they were issued, also on different
+// streams. A CPU group (gloo) below carries the bytes, over the device's memory.
 //
-// Before each collective ranks compare what they are about to do. On NCCL ranks that disagree hang, or
-// mix up bytes; here they fail, and say with what.
+// Before each collective ranks compare what they are about to do. On NCCL ranks that disagree hang,
+// or mix up bytes; here they fail, and the error names both collectives.
 #include "runtime.h"
 
 #include <ATen/ATen.h>
@@ -61,8 +61,8 @@ struct Fingerprint {
   at::ScalarType dtype;
 };
 
-// One collective while it is carried out, in the thread of its stream: works that are begun in `start`
-// are all waited for before `finish`, so that sends and receives of one batch go on together.
+// One collective, which the thread of its stream carries out. For a batch, all works of `start` are
+// issued before any is waited for, so that sends and receives proceed together; then `finish` runs.
 struct Carried {
   std::function<std::vector<WorkPtr>(c10d::Backend&)> start;
   std::function<void()> finish = [] {};
@@ -84,7 +84,7 @@ class DeferredWork final : public c10d::Work {
   }
   void synchronize() override {
     wait_on_stream(current_stream(), end_, /*asked_for=*/true);
-    kept_.clear();  // as NCCL's works: the current stream is behind, so the memory may be used again
+    kept_.clear();  // the current stream now waits, so the memory may be reused, as in NCCL's works
   }
   void blockCurrentStream() override { synchronize(); }
   Tensors result() override { return future_->value().toTensorVector(); }
@@ -266,7 +266,7 @@ class DeferredGroup final : public c10d::Backend {
                  {start}, options.asyncOp, /*is_even=*/false);
   }
 
-  // gloo has none: each pair of ranks sends and receives.
+  // gloo has no all-to-all: each pair of ranks sends and receives.
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs,
                    const c10d::AllToAllOptions& options) override {
     auto start = [to = aliases_for_jobs(outputs), from = aliases_for_jobs(inputs),
@@ -334,7 +334,7 @@ class DeferredGroup final : public c10d::Backend {
                  /*is_even=*/false, /*host_waits=*/true);
   }
 
-  // What is issued until `endCoalescing` is one job, on the stream of the first of it.
+  // Collectives issued before `endCoalescing` form one job, on the stream of the first one.
   void startCoalescing() override { batch_.emplace(); }
   WorkPtr endCoalescing() override {
     auto batch = std::exchange(batch_, std::nullopt);
@@ -343,7 +343,7 @@ class DeferredGroup final : public c10d::Backend {
   }
 
  private:
-  // What is issued in one order: the collectives of a communicator, or the messages with one peer.
+  // The state of one ordered sequence: a communicator's collectives, or the messages with one peer.
   struct Channel {
     CompletionPtr last;
     c10::Stream stream;
@@ -351,7 +351,7 @@ class DeferredGroup final : public c10d::Backend {
 
   struct Batch {
     std::vector<Carried> carried;
-    std::vector<Fingerprint> fingerprints;  // none: only two ranks take part
+    std::vector<Fingerprint> fingerprints;  // empty if only two ranks take part
     Tensors kept;
     Tensors results;
     bool is_async = true;
@@ -364,7 +364,7 @@ class DeferredGroup final : public c10d::Backend {
   }
   static void scale_before(const c10d::ReduceOp& op, Tensors& tensors) {
     if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return;
-    // torch 2.11 knows no other name of it.
+    // torch 2.11 has no other name for this class.
     const auto* factor = static_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
     TORCH_CHECK(!factor->tensor_factor.defined(), "PREMUL_SUM: expected a number as its factor");
     for (auto& each : tensors) each.mul_(factor->double_factor);

@@ -29,7 +29,7 @@ T& immortal() {
 
 namespace {
 
-constexpr size_t kRegionBytes = size_t{1} << 36;  // of addresses; pages are taken on first use
+constexpr size_t kRegionBytes = size_t{1} << 36;  // reserved addresses; pages are taken on use
 
 struct sigaction previous_handler;
 
@@ -40,7 +40,7 @@ void on_segmentation_fault(int, siginfo_t* info, void*) {
         "deferred: the host read or wrote device memory without a copy\n";
     [[maybe_unused]] auto written = write(STDERR_FILENO, message, sizeof(message) - 1);
   }
-  sigaction(SIGSEGV, &previous_handler, nullptr);  // the access is tried again, and dies there
+  sigaction(SIGSEGV, &previous_handler, nullptr);  // the repeated access then ends the process
 }
 
 struct Region {
@@ -188,7 +188,7 @@ void drop_wait(int64_t index) {
 // ---- Streams -----------------------------------------------------------------------------------
 
 namespace {
-constexpr size_t kMostJobs = 1024;      // in a queue, for a host that is to go on
+constexpr size_t kMostJobs = 1024;      // in a queue; then the host blocks
 constexpr int64_t kNumPoolStreams = 32;  // as on CUDA
 }  // namespace
 
@@ -210,12 +210,12 @@ class StreamQueue {
     changed_.notify_all();
   }
 
-  // How many jobs it has been given; `has_done(position)` says whether that many are over.
+  // Number of jobs enqueued so far; `has_done(position)` says whether as many have ended.
   uint64_t position() {
     std::lock_guard<std::mutex> lock(mutex_);
     return num_pushed_;
   }
-  // Of these, kernels, copies and collectives.
+  // Number of kernels, copies and collectives among these jobs.
   uint64_t num_delayed() {
     std::lock_guard<std::mutex> lock(mutex_);
     return num_delayed_;
@@ -255,7 +255,7 @@ class StreamQueue {
       } catch (const std::exception& error) {
         note_error(job.name, error.what());
       }
-      job = {};  // what it holds goes before it counts as done
+      job = {};  // frees what the job holds before the job counts as done
       {
         std::lock_guard<std::mutex> lock(mutex_);
         ++num_done_;
@@ -372,16 +372,17 @@ void synchronize_device(const std::string& reason) {
 
 // ---- Memory ------------------------------------------------------------------------------------
 //
-// The caching allocator's rules. A block belongs to the stream that was current when it was taken,
-// and only that stream gets it again: at once, since its own jobs run in order. Other streams that
-// use it have to be told by `record_stream`; then it waits until they are done.
+// The caching allocator's rules. A block belongs to the stream that was current when it was
+// allocated. Only this stream can reuse the block, and at once after a free, since its own jobs run
+// in order. Uses on other streams must be recorded by `record_stream`; the block is then reused
+// only when they are done.
 //
 // The bytes of a new tensor are all ones (NaN in every floating dtype). A block is overwritten when
-// it is taken again, not when it is freed: other streams may read it rightly until its own stream is
-// made to wait for them. Where all that the device had when it was freed is over, it is overwritten at
-// once, so that a stream that does not wait for the first write reads NaN and not an old value. Else in
-// the order of its stream, where the first kernel's write would be: a stream that still reads it,
-// because `record_stream` or a wait is missing, reads NaN.
+// it is allocated again, not when it is freed: until its own stream waits for them, other streams
+// may still read it correctly. If all work that was enqueued before the free is done, the block is
+// overwritten immediately, so that a stream that does not wait for the first write reads NaN and
+// not an old value. Otherwise it is overwritten in its stream's order, like a first write by a
+// kernel: a stream that still reads it, because `record_stream` or a wait is missing, reads NaN.
 
 namespace {
 
@@ -392,8 +393,8 @@ struct Block {
   size_t num_bytes;
   int64_t stream = 0;
   std::set<int64_t> other_streams;       // by record_stream, since it was taken
-  std::vector<CompletionPtr> uses = {};  // of those, since it was freed
-  std::vector<uint64_t> freed_at = {};   // positions of all streams
+  std::vector<CompletionPtr> uses = {};  // of the other streams, since the free
+  std::vector<uint64_t> freed_at = {};   // positions of all streams at the free
 
   bool is_used() {
     while (!uses.empty() && uses.back()->is_done()) uses.pop_back();

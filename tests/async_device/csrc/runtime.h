@@ -39,7 +39,7 @@ class Completion {
   void set();
   bool is_done();
   void wait();
-  // When `set` was called; only after it was.
+  // The time at which `set` was called. Call it only after that.
   std::chrono::steady_clock::time_point time();
 
  private:
@@ -66,17 +66,18 @@ c10::Stream current_stream();  // of this thread
 c10::Stream exchange_stream(const c10::Stream& stream);
 c10::Stream next_stream();  // from a pool that is handed out in turn, as CUDA's is
 
-// Enqueues `job`. Blocks while the queue is full, as CUDA does. Raises the error of an earlier job,
-// if there was one: `name` is what that message calls this job if it is the one that fails.
+// Enqueues `job`. Blocks while the queue is full, as CUDA does. Raises the error of an earlier job
+// that failed. `name` stands for this job in error messages.
 void enqueue(const c10::Stream& stream, Kind kind, std::string name, std::function<void()> job);
 
-// A completion of all that `stream` has now. Does not raise: it is called where memory is freed.
+// A completion of all work enqueued on `stream` so far. Does not raise: frees of memory call it.
 CompletionPtr record(const c10::Stream& stream);
-// What `stream` gets from now on runs after `completion`. Waits that a program asks for are counted,
-// and can be dropped (`drop_wait`); those within the device itself are neither.
+// Work enqueued on `stream` after this call runs after `completion`. Waits that a program requests
+// are counted, and can be dropped (`drop_wait`); waits of the device itself are not counted and
+// cannot be dropped.
 void wait_on_stream(const c10::Stream& stream, const CompletionPtr& completion, bool asked_for);
 bool is_idle(const c10::Stream& stream);
-// Kernels, copies and collectives that it has been given so far.
+// Number of kernels, copies and collectives enqueued on `stream` so far.
 uint64_t num_jobs(const c10::Stream& stream);
 
 // The host waits. `reason` goes to the observer of host syncs.
@@ -95,17 +96,17 @@ struct Delays {
 };
 void set_delays(Delays delays);
 
-// Calls `observer(reason)` in the thread that waits, before it does. An empty one ends that.
+// Before a thread waits, it calls `observer(reason)`. Pass an empty function to stop this.
 void observe_host_syncs(std::function<void(const std::string&)> observer);
 
 uint64_t num_stream_waits();
-// The wait with this number, counted from now, is not done; -1: all are. Resets the counter.
+// Leaves out the wait with this number, counted from now; -1: none. Resets the counter.
 void drop_wait(int64_t index);
 
 // ---- Memory ------------------------------------------------------------------------------------
 
 c10::DeviceAllocator& device_memory();
-// Host memory from which and to which streams copy while the host goes on.
+// Host memory that streams copy from and to without blocking the host.
 c10::DataPtr allocate_pinned(size_t num_bytes);
 bool is_pinned(const void* address);
 // Pinned memory at `address` is not handed out again before `stream` is done with it. The host may

@@ -1,4 +1,4 @@
-"""A function of each of several products, of which autograd keeps something for backward."""
+"""Models that apply a function to several products; autograd keeps tensors of it for backward."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import fsdp_engine as fe
 
 
 class Applied(nn.Module):
-    """A function of weights times the input, that many times."""
+    """``count`` blocks; each applies a function to weights times the input."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], width: int, count: int) -> None:
         super().__init__()

@@ -14,7 +14,7 @@ from fsdp_engine.planner.simulation.machine import Link, Machine, Processor, Two
 
 F32 = torch.float32
 WIDTH, BLOCKS, RANKS = 256, 4, 4
-# Of AdamW's state of a block on a rank.
+# Bytes of AdamW's state, for one block on a rank.
 CHUNK = 8 * WIDTH * WIDTH // RANKS
 ALONE, BOTH = 1e6, 1.5e6
 ROWS = 1024

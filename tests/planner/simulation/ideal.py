@@ -6,14 +6,14 @@ sequence of their uses: forward in order, backward in reverse. The schedule:
 - Compute runs one use after the other, as soon as its inputs are available.
 - Each axis has a lane for gathers and one for reductions, and each lane is a FIFO.
 - At the start of a use its own weights are requested, then those of the following uses of the same
-  forward or backward, while the prefetched elements are below the budget. Forward
-  prefetches nothing for backward: the loss between them has the peak memory of the step, and would
-  run with one more full unit. Sharded weights are freed after a use, unless the next use is of the
-  same unit. Weights that are not sharded but were changed by the optimizer are gathered once per
-  step: at its start or, without prefetch (budget 0), when they are used.
-- A unit's gradients are reduced after its backward. If they are sharded, the gradients in flight
-  are limited by a second budget, which does not count the unit itself if it is larger, and does not
-  apply to the last reductions: the unit's first gradient waits. Axes that are reduced on the last
+  forward or backward, while the prefetched elements are below the budget. Forward prefetches
+  nothing for backward: the loss between them has the peak memory of the step, and a prefetch would
+  add a full unit to it. Sharded weights are freed after a use, unless the next use is of the same
+  unit. Weights that are not sharded but were changed by the optimizer are gathered once per step:
+  at its start or, without prefetch (budget 0), when they are used.
+- A unit's gradients are reduced after its backward. If they are sharded, a second budget limits the
+  gradients in flight: a unit's first gradient waits until they are within it. The budget ignores
+  the unit itself if it is larger, and the last reductions. Axes that are reduced on the last
   microbatch only work in place: nothing but the optimizer waits for them.
 - Reductions of a microbatch are complete before the next one's first gradient.
 - The optimizer waits for all reductions.
@@ -35,9 +35,9 @@ class IdealUnit:
 
     numel: int
     forward: float
-    until_first: float  # of its backward until its first gradient is there
-    backward: float  # in all
-    reads_in_backward: bool = True  # its weights
+    until_first: float  # from the start of backward until the first gradient
+    backward: float  # the whole backward
+    reads_in_backward: bool = True  # whether backward reads the weights
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Network:
     bandwidth: tuple[float, float]
 
     def ring(self, numel: float, axis: int, times: int = 1) -> float:
-        """Seconds of so many fp32 elements ``times`` around a ring."""
+        """Seconds in which ``numel`` fp32 elements pass ``times`` around a ring."""
         n = self.sizes[axis]
         return times * 4 * numel * (n - 1) / n / self.bandwidth[axis]
 
@@ -168,7 +168,7 @@ class Ideal:
             self._last[unit] = done
 
     def _ring(self, unit: int, axis: int, depth: int, times: int = 1) -> float:
-        """Of the part of ``unit`` at ``depth``, along ``axis``."""
+        """Seconds in which the part of ``unit`` at ``depth`` passes around the ring of ``axis``."""
         numel: float = self._units[unit].numel
         for cut in range(depth):
             numel /= self._network.sizes[cut]

@@ -60,7 +60,7 @@ class LiveStorages(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """Of all storages that are alive now."""
+        """Bytes of all live storages."""
         total = 0
         for key, reference in list(self._known.items()):
             storage = reference()
@@ -77,7 +77,7 @@ class LiveStorages(TorchDispatchMode):
                 continue  # it has no storage; such tensors may be left by an earlier test
             storage = local.untyped_storage()
             if storage.device.type == "meta":
-                continue  # of a fake tensor, or of a wrapper
+                continue  # belongs to a fake tensor, or to a wrapper
             known = self._known.get(storage._cdata)
             if known is None or known() is not storage:
                 self._known[storage._cdata] = weakref.ref(storage)

@@ -1,7 +1,6 @@
 """Five small models of different kinds whose memory is planned and measured, and parts of them.
 
-Those of benchmarks alone are in ``benchmarks/_planner_models.py``. Everything they do can be done
-with fake tensors.
+Models for benchmarks only are in ``benchmarks/_planner_models.py``. All models run on fake tensors.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ class ConvolutionNet(nn.Module):
 
 
 class Squashed(torch.autograd.Function):
-    """Keeps its input and a mask of bytes, and makes something in backward that goes at once."""
+    """Keeps its input and a byte mask; backward makes a tensor that is freed at once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:

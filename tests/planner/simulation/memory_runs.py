@@ -17,7 +17,7 @@ from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_models import MODELS
 
 NUM_RANKS = 2
-# One whose host computes, as two gloo ranks do.
+# A machine whose host computes, like the two gloo ranks.
 _LINK = Link(1e9, 1e-4, processor_share=0.5)
 _SPEED = {torch.float32: 1e11, torch.bfloat16: 1e11}
 HOST = Machine("a host", Processor(_SPEED, 1e10, 1e10), _LINK, _LINK, NUM_RANKS, 1e-5, False)
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of ``fe.shard``."""
+        """Arguments of ``fe.shard``."""
         policy = None
         if self.in_bf16:
             policy = fe.MixedPrecisionPolicy(torch.bfloat16, grad_comm_dtype=torch.bfloat16)
@@ -108,5 +108,5 @@ def measured(run: Run, num_steps: int = 2) -> int:
 
 
 def measured_all(runs: list[Run]) -> list[int]:
-    """Each of them, one after another."""
+    """Measure each run, one after another."""
     return [measured(run) for run in runs]

@@ -58,8 +58,8 @@ def on_meta(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def network(ratio: float) -> Network:
-    """Links along which all that a unit can send in a backward takes ``ratio`` of its compute
-    there, an axis: an all-reduce of all of it along the inner one, of a part along the outer."""
+    """Links along which, on each axis, a backward's messages take ``ratio`` of its compute: an
+    all-reduce of a full unit along the inner axis, of a shard along the outer one."""
     inner, outer = SIZES[1], SIZES[0]
     longest = ratio * BACKWARD
     sent = [2 * 4 * BLOCK_NUMEL * (n - 1) / n for n in (inner, outer)]
@@ -72,7 +72,7 @@ FREE = Link(math.inf, 0.0)
 def plain_machine(
     within: Link = FREE, between: Link = FREE, ranks_per_node: int = 8, **options: Any
 ) -> Machine:
-    """Matrix products take time, and messages; everything else none."""
+    """Only matrix products and messages take time."""
     options = {"host_seconds": 0.0, **options}
     processor = Processor({torch.float32: FLOPS}, math.inf, 1e12)
     name = "a machine without surprises"
@@ -137,7 +137,7 @@ def ideal(
     has_embedding: bool = False,
     microbatches: int = 1,
 ) -> Ideal:
-    """The same step as it has to be; ``budgets``: gathered ahead, and staged."""
+    """The ideal schedule of the same step. ``budgets``: limits on prefetch and staging."""
     block = IdealUnit(BLOCK_NUMEL, LINEARS * _PRODUCT, 2 * _PRODUCT, BACKWARD)
     units = [block] * BLOCKS
     if has_embedding:

@@ -14,7 +14,7 @@ WIDTH = 64
 
 
 def llama(kind: str = "Llama", depth: int = 2, inner: int = 4 * WIDTH, **options: Any) -> nn.Module:
-    """Builds it, or one of another kind, with further options of its config."""
+    """A Llama, or a model of another kind, with further options of its config."""
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     options = {"vocab_size": 256, "use_cache": False, **options}

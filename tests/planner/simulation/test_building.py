@@ -22,7 +22,8 @@ TOKENS = torch.zeros(1, 16, dtype=torch.long)
 
 
 class Scaled(nn.Module):
-    """A linear layer, and a table: a buffer, an attribute, or in a function alone."""
+    """A linear layer, and a table of constants. ``keep`` stores it: as a buffer, as an attribute or
+    only in a function."""
 
     def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
         super().__init__()
@@ -41,7 +42,7 @@ def keep_in_closure(model: Any, table: Tensor) -> None:
 
 
 class Reading(nn.Module):
-    """Reads a range's values, and does without where it cannot."""
+    """Reads a value of a range; has a fallback if values cannot be read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -83,7 +83,8 @@ def test_operations_take_the_time_of_the_figures() -> None:
     head: dict[str, Any] = {"attention_head": 64.0}
     elements = 10**9
     for figures, flops, num_bytes, work, seconds in (
-        # Compute and memory access overlap by the figure of the machine.
+        # ``overlap``: the part of the shorter of compute and memory access that runs beside the
+        # other.
         ({"overlap": 1.0}, 3e9, 2e8, {}, 3),
         ({"overlap": 0.5}, 3e9, 2e8, {}, 4),
         ({"overlap": 0.5}, 2e9, 3e8, {}, 4),
@@ -146,7 +147,7 @@ def measured_on_two_nodes() -> Machine:
     assert machine.name == "2 x 2 gloo ranks of 1 thread(s)"
     assert machine.ranks_per_node == 2
     assert not machine.host_runs_ahead
-    assert machine.host_link is None  # of a device
+    assert machine.host_link is None  # measured only on a device
     processor, disk = machine.processor, machine.disk
     assert set(processor.matrix_flops) == {torch.float32, torch.bfloat16}
     assert 0 <= processor.overlap <= 1
@@ -188,7 +189,8 @@ def test_nodes_of_different_numbers_of_ranks_are_refused() -> None:
 
 
 def test_ranks_that_share_cores_are_no_other_programs() -> None:
-    """Each of two threads per core has half of the time; with another program a quarter."""
+    """Two threads per core get half of its time each. With a quarter, another program uses the
+    rest."""
     now = time.perf_counter
     for turns, part, expected in ((1.0, 1.0, 0.0), (2.0, 0.5, 0.0), (2.0, 0.25, 0.5)):
         kernels = Kernels(torch.device("cpu"), turns, 0.02, same)
@@ -197,7 +199,8 @@ def test_ranks_that_share_cores_are_no_other_programs() -> None:
 
 
 def test_both_directions_are_measured_as_they_are_simulated() -> None:
-    # Copies that begin together end as the clock says, for the figures that are found for them.
+    # The link computed from simulated copies, alone and in both directions together, equals the
+    # simulated link.
     for link in (
         TwoWayLink(10.0, 10.0, 12.0, 0.5),
         TwoWayLink(10.0, 4.0, 14.0, 0.5),
@@ -250,7 +253,7 @@ os.write(1, f"sum {int(ones)} ".encode())  # in one piece, since the other rank 
 @pytest.mark.thorough
 def test_a_job_makes_its_process_group_after_torchrun_has_measured(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    for _ in range(3):  # with the same keys about one of four runs failed
+    for _ in range(3):  # repeated, since with shared keys only about one of four runs failed
         assert torchrun(str(tmp_path / "job.py")).stdout.split() == ["sum", "2", "sum", "2"]
 
 
@@ -285,7 +288,7 @@ def test_a_slow_disk_is_measured_as_slow(tmp_path: Path) -> None:
 
     with slow("read"), slow("write"), patch.object(state_links, "_LARGE_ON_DISK", 2**18):
         found = state_links.measure_disk(tmp_path, 0.02, same)
-    # At least half of a copy's time is attributed to its bytes.
+    # The measured rate includes a latency: bytes get at least half of a copy's time.
     assert 0 < found.into <= 2 * rates["read"]
     assert 0 < found.out <= 2 * rates["write"]
     assert 0 < found.both <= found.into + found.out

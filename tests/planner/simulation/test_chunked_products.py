@@ -50,7 +50,7 @@ class Model(nn.Sequential):
 
 
 def cut(model: nn.Module, mesh: DeviceMesh) -> None:
-    """With sequence parallelism, and symmetric memory as torchtitan enables it."""
+    """Parallelize with sequence parallelism, and enable symmetric memory as torchtitan does."""
     plan = {
         "0.norm": SequenceParallel(use_local_output=True),
         "0.up": ColwiseParallel(input_layouts=Shard(1)),
@@ -91,7 +91,7 @@ def test_times_by_hand(inner: int, is_waiting: bool) -> None:
     flops = 2 * rows * WIDTH * inner / TP
     activations = 2 * rows * WIDTH
     message = machine.link(TP, 1).seconds(activations * (TP - 1) / TP, TP - 1)
-    # Chunks of rows; the results of the first product have fewer elements.
+    # Each product is divided into chunks of rows. The two products' results differ in size.
     for name, columns in (
         ("fused_all_gather_matmul", inner / TP),
         ("fused_matmul_reduce_scatter", WIDTH),

@@ -103,7 +103,8 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     """The most bytes in the third step, and those between forward and backward: all that torch's
     allocator hands out, compiled kernels' memory included."""
     torch._dynamo.reset()
-    earlier = _tensors()  # of other tests in this process: they are kept alive, and do not count
+    # Tensors of other tests in this process: kept alive, so that they are not counted.
+    earlier = _tensors()
     model = Decoder("in place")
     fe.shard(
         model, strategy="no_shard", options=fe.Options(min_unit_size=0), checkpointing=checkpointing
@@ -164,7 +165,7 @@ def test_compiled_blocks_take_less_time_and_memory(how: str) -> None:
         warnings.filterwarnings("error", "Using `torch.compile")
         found = _simulate_once(how)
     assert found.compute_seconds < 0.95 * eager.compute_seconds
-    assert found.seconds < 0.95 * eager.seconds  # host-bound: a call for each kernel
+    assert found.seconds < 0.95 * eager.seconds  # eager kernels are bound by the host
     assert found.peak_bytes < 0.98 * eager.peak_bytes
     assert found.model_flops == eager.model_flops
     labels = {span.label for span in found.spans if span.module.startswith("blocks.1")}
@@ -253,7 +254,8 @@ X, SIZE = (64, 32), 64 * 32
 @pytest.mark.parametrize(
     ("function", "shapes", "expected"),
     [
-        # A chain reads its inputs once, and a row that is broadcast counts its own bytes.
+        # A fused chain reads each input once; a row that is broadcast is counted with its own
+        # bytes.
         (lambda x, y: (x * 2).relu() + y.exp() * x, [X, X], [("exp", 3 * SIZE)]),
         (lambda x, row: x * row + 1, [X, (32,)], [("add", 2 * SIZE + 32)]),
         (
@@ -267,7 +269,7 @@ X, SIZE = (64, 32), 64 * 32
             [X, X],
             [("sum", 2 * SIZE + 64), ("sum", 2 * SIZE + 32)],
         ),
-        # No kernel runs before what it reads.
+        # A kernel runs after the kernels whose results it reads.
         (
             lambda x, w: ((first := x + 1) @ w) * first,
             [(32, 32), (32, 32)],

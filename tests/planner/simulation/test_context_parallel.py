@@ -23,8 +23,8 @@ from tests.planner.simulation.scene import pipelined
 from tests.planner.simulation.small_llama import llama
 
 WIDTH, HEADS, KEY_HEADS, LENGTH, NUM_BLOCKS = 256, 4, 2, 4096, 2
-SIZE = WIDTH // HEADS  # of a head
-MICROBATCHES = 3  # of a pipeline
+SIZE = WIDTH // HEADS  # width of a head
+MICROBATCHES = 3  # microbatches of a pipeline's step
 LONG = torch.zeros(1, 2**17, WIDTH)
 BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
@@ -68,10 +68,10 @@ def on_context_lane(found: fe.Simulation) -> list[Any]:
 
 
 def test_flops_activations_and_messages() -> None:
-    """Activations are those that a second block adds. Ring attention returns contiguous heads,
-    which are copied when they are transposed for the next matrix: that is kept besides. Keys and
-    values are gathered in forward and in backward, and their gradients, in fp32, go around the ring
-    once."""
+    """Activations are measured as those that a second block adds. Ring attention returns contiguous
+    heads, which are copied when they are transposed for the next matrix; the copy is kept, too.
+    Keys and values are gathered in forward and in backward. Their gradients, in fp32, go around the
+    ring once."""
     size = 4
     whole, part = ([simulated(each, one_block), simulated_once(each)] for each in (1, size))
     for one, all_of_it in zip(part, whole, strict=True):
@@ -94,8 +94,8 @@ def attention_seconds(found: fe.Simulation) -> float:
 
 
 def test_attention_takes_its_part_of_the_time() -> None:
-    """The blocks of load-balanced causal attention are half of all, as those of one rank. Messages
-    run beside attention, of which a block takes longer than the message of the next one."""
+    """With load balancing, ranks compute half of all blocks of causal attention, as one rank does.
+    Messages overlap with attention: a block's attention takes longer than the next message."""
     whole, part = (simulated(each, one_block, batch=LONG) for each in (1, 8))
     assert attention_seconds(part) * 8 == pytest.approx(attention_seconds(whole), rel=0.05)
     exposed = part.exposed_by_lane.get(CONTEXT_LANE, 0.0)
@@ -147,13 +147,13 @@ def test_stages_of_a_pipeline_have_a_part_of_each_sequence() -> None:
 
 
 def kv_bytes(size: int, itemsize: int) -> int:
-    """Of a rank's keys and values, with two sequences."""
+    """Bytes of a rank's keys and values, for two sequences."""
     return 2 * 2 * KEY_HEADS * (LENGTH // size) * SIZE * itemsize
 
 
 def test_labels_positions_and_heads_are_sharded() -> None:
-    """transformers' own position ids, in the batch, give what a model without them has.
-    Tensor-parallel ranks have a part of the heads, so that messages are smaller."""
+    """Position ids of transformers in the batch do not change the result. Tensor-parallel ranks
+    have a part of the heads, so that messages are smaller."""
     tokens = torch.zeros(2, 512, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
     options: dict[str, Any] = {"context_parallel": 4}
@@ -225,6 +225,6 @@ def test_with_other_options(options: dict[str, Any]) -> None:
     assert part.model_flops * 4 == whole.model_flops
     count = options.get("microbatches", 1)
     messages = count * simulated_once(4).sent_bytes["context"]
-    if options.get("checkpointing") is True:  # the gather of forward again
+    if options.get("checkpointing") is True:  # recomputation repeats the gather of forward
         messages += NUM_BLOCKS * 3 * kv_bytes(4, 2)
     assert part.sent_bytes["context"] == messages

@@ -22,7 +22,7 @@ WIDTH = 8
 
 
 class Body(nn.Module):
-    """A linear, and then whatever ``then`` does."""
+    """A linear layer, and then the function ``then``."""
 
     def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_the_error_names_the_line_and_the_reason(
     assert reason in error.reason
     assert error.needs_values == (reason in (READS, DEPENDS))
     assert f"{__file__}:{error.line}" in str(error)
-    # And nothing is left of it.
+    # The failed simulation leaves no process group.
     assert not dist.is_initialized()
     assert fe.simulate(lambda: Body(torch.relu), 2, batch=torch.zeros(2, WIDTH)).seconds > 0
 

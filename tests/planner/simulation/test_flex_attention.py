@@ -45,7 +45,7 @@ BLOCK = 128
 NUM_BLOCKS = LENGTH // BLOCK
 F32 = torch.float32
 FLEX = "flex_attention"
-# Attention alone takes time: flops over this rate, also with short sequences.
+# Only attention takes time, at this rate for any length.
 RATE = 1e12
 ONLY_FLOPS = Machine(
     "flops", Processor({F32: RATE}, 1e30, 1e12), Link(1e30, 0.0), Link(1e30, 0.0), 8
@@ -56,7 +56,7 @@ EQUAL = dataclasses.replace(
     processor=dataclasses.replace(fe.H100.processor, flex_share=1.0, flex_backward_share=1.0),
 )
 
-# As torchtitan compiles it: selective checkpoints see the compiled region.
+# Compiled as in torchtitan, so that selective checkpoints recognize the compiled region.
 visible = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 Mask = Callable[..., Tensor]
@@ -99,7 +99,7 @@ def causal_of(documents: Tensor) -> BlockMask:
 
 
 class Block(nn.Module):
-    """Attention of queries, and of keys and values of ``heads``, by ``attend``; and a linear."""
+    """Attention by ``attend``, with ``heads`` heads of keys and values, and a linear."""
 
     def __init__(self, attend: Callable[..., Tensor], heads: int = HEADS, size: int = SIZE) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def kernels(found: fe.Simulation, label: str, phase: str) -> list[float]:
 
 
 def share(mask: Mask, *buffers: Tensor, length: int = LENGTH, heads: int = 1) -> float:
-    """The computed share of a mask without values, whose function reads ``buffers``."""
+    """The share of blocks that ``mask`` requires, computed from its graph and ``buffers`` alone."""
     index = [torch.zeros((), dtype=torch.int) for _ in range(4)]
     graph = make_fx(mask)(*index, *buffers)
     with FakeTensorMode():
@@ -188,7 +188,7 @@ def by_head(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 @pytest.mark.parametrize(("mask", "heads"), [(causal, None), (within(256), None), (by_head, 8)])
 @pytest.mark.parametrize("length", [500, 5120])
 def test_blocks_of_a_mask_are_those_of_torch(mask: Mask, heads: int | None, length: int) -> None:
-    """Those of heads are averaged."""
+    """With a mask for each head, the share is the mean over heads."""
     expected = made(mask, None, heads, length)
     assert expected.full_kv_num_blocks is not None
     computed = int(expected.kv_num_blocks.sum() + expected.full_kv_num_blocks.sum())
@@ -206,9 +206,9 @@ CAUSAL_BLOCKS = NUM_BLOCKS * (NUM_BLOCKS + 1) // 2
     ("make", "blocks"),
     [
         thorough(no_mask, NUM_BLOCKS**2, id="none"),
-        # As if each row were one document.
+        # Documents depend on token values, which are unknown: each row counts as one document.
         pytest.param(causal_of, CAUSAL_BLOCKS, id="of tokens"),
-        # Of four documents of two blocks each: three of four blocks.
+        # Four documents of two blocks each; causal attention computes three of four blocks in each.
         pytest.param(lambda tokens: causal_of(DOCUMENTS), 4 * 3, id="documents"),
     ],
 )
@@ -222,7 +222,7 @@ def test_time_is_that_of_the_blocks_of_the_mask(make: Any, blocks: int) -> None:
 
 
 def model_flops(depth: int = 2) -> int:
-    """All pairs count, and no scores that backward computes again."""
+    """Model flops: all pairs of tokens, without the scores that backward recomputes."""
     linears = 6 * ROWS * LENGTH * 4 * WIDTH * WIDTH
     attention = (2 + 4) * 2 * ROWS * HEADS * LENGTH * LENGTH * SIZE
     return depth * (linears + attention)
@@ -263,8 +263,8 @@ def test_causal_attention_has_the_memory_of_flash_attention(compile: bool) -> No
         simulate(attend, make, machine=EQUAL, compile=compile)
         for attend, make in ((sdpa, no_mask), (flex, causal_mask))
     )
-    # Flash attention's backward sums gradients of queries in fp32; of the small compiled model they
-    # are 6 % of the peak.
+    # Flash attention's backward sums gradients of queries in fp32, which are 6 % of the peak of
+    # this small compiled model.
     sums = ROWS * LENGTH * WIDTH * F32.itemsize
     assert plain.peak_bytes - sums * 1.01 <= found.peak_bytes <= plain.peak_bytes * 1.01
     assert found.model_flops == plain.model_flops
@@ -283,7 +283,7 @@ SELECTIVE = {"checkpointing": "selective"}
     ("attend", "options", "recomputed"),
     [
         (flex, {"checkpointing": True}, 2),
-        (flex, SELECTIVE, 2),  # compiled code is not seen
+        (flex, SELECTIVE, 2),  # checkpoints do not recognize the compiled code
         (partial(flex, call=visible), SELECTIVE, 0),
         (flex, {**SELECTIVE, "compile": True}, 0),
     ],

@@ -19,7 +19,7 @@ from fsdp_engine.planner.simulation.machine_fields import Figure, figures_of
 
 LINK_PARTS = ("within_node", "between_nodes")
 TWO_WAY_PARTS = ("host_link", "disk")
-# Every field of a file, by its place.
+# Every field of a file, by its path.
 FIGURES: dict[tuple[str, ...], Figure] = {
     **{(name,): figure for name, figure in figures_of(Machine).items()},
     **{("processor", name): figure for name, figure in figures_of(Processor).items()},
@@ -32,7 +32,7 @@ FIGURES: dict[tuple[str, ...], Figure] = {
 }
 
 
-# Of the values that are tried on every field, those that are right.
+# (field, value) pairs among the tried values that are valid.
 VALID = (
     ("name", "fast"),
     ("host_runs_ahead", True),
@@ -73,7 +73,7 @@ def mistakes(path: Path) -> list[str]:
 
 
 def test_files_of_earlier_versions_are_read(path: Path) -> None:
-    """They lack fields that have a default, and links to places of state."""
+    """They lack fields with a default, and the links to host memory and disk."""
     content = json.loads(path.read_text())
     assert {place[0] for place in FIGURES} == content.keys()
     for (part, *names), figure in FIGURES.items():
@@ -93,7 +93,7 @@ def test_files_of_earlier_versions_are_read(path: Path) -> None:
 def test_a_value_that_cannot_be_is_found_with_line_unit_and_example(
     place: tuple[str, ...], path: Path
 ) -> None:
-    """In a file, and in a program."""
+    """Both in files and in programs."""
     figure, name = FIGURES[place], place[-1]
     assert figure.mistake_in_file(json.loads(figure.example)) is None
     part: Any = fe.H100 if len(place) == 1 else getattr(fe.H100, place[0])
@@ -109,7 +109,7 @@ def test_a_value_that_cannot_be_is_found_with_line_unit_and_example(
         either = "|".join(map(re.escape, (repr(value), json.dumps(value))))
         with pytest.raises(ValueError, match=rf"{name}: expected .*{unit}\); found ({either})"):
             dataclasses.replace(part, **{name: value})
-        found = mistakes(path)[0]  # of `into` alone, one of `both` may follow
+        found = mistakes(path)[0]  # a wrong `into` may also cause a mistake about `both`
         assert found.startswith(f"line {line}, {'.'.join(place)}: expected ")
         assert figure.unit in found
         assert f"such as {figure.example}" in found

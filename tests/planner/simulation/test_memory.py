@@ -1,6 +1,6 @@
 """Planned memory by kind, compared with that of two gloo ranks.
 
-The table of many models is that of ``benchmarks/planner_memory.py``.
+``benchmarks/planner_memory.py`` makes the table of many models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST, MODELS, NUM_RANKS, Run, measured_all, planned
 from tests.pool import Ranks
 
-# The documented limits are 3 % above and 0 below, but for tensors of single elements.
+# The documentation allows planned memory of up to 3 % above the measured one; it may be below only
+# by tensors of single elements.
 MOST = 0.0002
 
 LEVEL_3 = "optim_grads_params"
@@ -63,7 +64,7 @@ def test_the_tracker_records_memory_that_is_freed_outside_operations() -> None:
         del before
         assert watch.num_bytes == held - 400
         torch.zeros(1)
-    # Seen when the next operation began.
+    # The new tensor is found when the next operation begins.
     assert watch.peak >= held + 40
 
 
@@ -120,7 +121,7 @@ def test_kinds_of_memory_by_hand() -> None:
 
 
 class Large(nn.Module):
-    """With a batch that is not used, and a large tensor on the meta device."""
+    """A batch that is not used, and a large tensor on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +138,7 @@ def test_a_batch_counts_and_tensors_on_the_meta_device_do_not() -> None:
 
 
 def test_results_on_the_host_are_not_in_the_record() -> None:
-    """Two of one operation, or one of them."""
+    """One or both results of an operation are on the host."""
     for count in (1, 2):
         tracker = MemoryTracker()
         tracker.watch(dict)
@@ -159,7 +160,8 @@ def on_device(run: Run) -> fe.Simulation:
 
 
 def test_memory_that_gradients_are_received_in_is_transient() -> None:
-    """On two ranks half of each unit's gradients, until backward ends; however slow the machine."""
+    """With two ranks it is half of each unit's gradients, until backward ends, on a machine of any
+    speed."""
     found, device = planned_once(WEIGHTED), on_device(WEIGHTED)
     assert device.memory["transient"] == 0
     assert found.memory["transient"] == pytest.approx(found.memory["gradients"] / 2, rel=0.01)
@@ -170,14 +172,15 @@ def test_memory_that_gradients_are_received_in_is_transient() -> None:
 
 
 def test_a_host_holds_memory_that_a_device_frees() -> None:
-    """Scratch of gloo's reductions, and idle memory, which a device's allocator keeps itself."""
+    """Scratch memory of gloo's reductions, and idle memory, which on a device belongs to the
+    allocator."""
     # Before torch 2.13 nothing is kept idle.
     for run in CUSTOM[: 1 + hasattr(torch.UntypedStorage, "_swap_data_ptr_")]:
         assert planned_once(run).peak_bytes > 1.02 * on_device(run).peak_bytes
 
 
 def returned_alike(func: Any, given: tuple[Any, ...]) -> None:
-    """Results that are planned have the dtype, shape and memory of those of the kernel."""
+    """Assert that planned results have the dtype, shape and memory of the kernel's results."""
     kernel = func(*given)
     with FakeTensorMode(allow_non_fake_inputs=True):
         found = as_returned(func, given, func(*given))

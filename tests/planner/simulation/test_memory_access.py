@@ -36,7 +36,7 @@ ELEMENTS = LENGTH * SIZE
 
 
 def kept(function: Callable[[Tensor], Tensor], machine: fe.Machine) -> int:
-    """Bytes that a further block keeps for backward: of its product and of the function."""
+    """Bytes that one more block, a product and the function, keeps for backward."""
     few, many = (simulated_activations(function, LENGTH, SIZE, count, machine) for count in (3, 5))
     return (many - few) // 2
 
@@ -73,8 +73,8 @@ def test_rms_norm_keeps_its_input_on_a_device() -> None:
     def norm(x: Tensor) -> Tensor:
         return F.rms_norm(x, [SIZE])
 
-    # The product's input, which is the output of the norm before; the norm's input, and four bytes
-    # of each row.
+    # Kept: the product's input, which is the previous norm's output; the norm's input; four bytes
+    # for each row.
     assert kept(norm, fe.H100) == 2 * 2 * ELEMENTS + 4 * LENGTH
     assert kept(norm, CPU) > 3 * 2 * ELEMENTS
 
@@ -180,5 +180,6 @@ def test_attention_s_backward_sums_gradients_of_queries_in_fp32_on_devices() -> 
         found = fe.simulate(_Attention, 1, batch=torch.zeros(shape), **options)
         return found.peak_bytes
 
-    # At that moment are the query, which is key and value, output, its gradient, and three results.
+    # At the peak there are the query, which is also key and value, the output, its gradient, and
+    # three results.
     assert peak(fe.H100) - peak(CPU) == pytest.approx(4 * torch.zeros(shape).numel(), rel=0.01)

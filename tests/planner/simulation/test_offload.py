@@ -51,8 +51,8 @@ def simulated(
 
 def test_a_step_takes_its_copies_of_which_two_overlap() -> None:
     found = simulated(machine(), HOST)
-    # The first chunk in and the last one out are alone; in between one returns while the next but
-    # one comes. The second comes after the first, while that one returns.
+    # Alone on the link are the copy in of the first chunk and the copy out of the last one.
+    # Otherwise the copy out of a chunk overlaps with the copy in of a later one.
     shared = CHUNK / (BOTH / 2)
     expected = 2 * CHUNK / ALONE + (BLOCKS - 1) * shared
     assert found.seconds == pytest.approx(expected)
@@ -73,7 +73,7 @@ def test_a_step_takes_its_copies_of_which_two_overlap() -> None:
 
 
 def test_without_offload_nothing_is_copied() -> None:
-    """Nor are activations where the host computes."""
+    """Activations are not copied either on a machine whose host computes."""
     offloaded = simulated(machine(), HOST).memory
     assert offloaded["optimizer"] <= 2 * CHUNK + 64 * BLOCKS  # two chunks at most
     without = machine(host_link=None, disk=None)
@@ -96,8 +96,9 @@ def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> N
     spans = [each for each in here.spans if each.label == "_fused_adamw_"]
     steps = sum(each.end - each.start for each in spans)
     assert steps == pytest.approx(BLOCKS * stepping, rel=1e-4)
-    # While a chunk is stepped the next one comes alone, then both are busy until it has come, then
-    # the stepped one returns alone, as much later as its step took.
+    # While a chunk is stepped, only the copy in of the next one runs; then it overlaps with the
+    # copy out of the stepped chunk; then the rest of this copy out runs alone, as long as the step
+    # took.
     shared = (CHUNK - stepping * ALONE) / (BOTH / 2)
     chunk = stepping + shared + stepping
     expected = CHUNK / ALONE + (BLOCKS - 1) * chunk + stepping + CHUNK / ALONE
@@ -107,7 +108,7 @@ def test_the_step_of_a_chunk_takes_28_bytes_of_each_element_beside_a_copy() -> N
 @pytest.mark.parametrize("slowness", [0.5, 3.0])
 def test_a_step_beside_forward_is_hidden_as_far_as_forward_is_longer(slowness: float) -> None:
     shared = CHUNK / (BOTH / 2)
-    forward = slowness * shared  # of a block
+    forward = slowness * shared  # forward of a block
     operations = 2 * 2 * WIDTH * WIDTH
     where = machine(processor=Processor({F32: operations / forward}, math.inf, 1e12))
     here = simulated(where, None)
@@ -115,8 +116,8 @@ def test_a_step_beside_forward_is_hidden_as_far_as_forward_is_longer(slowness: f
     beside = simulated(where, dataclasses.replace(HOST, overlap_forward=True))
     copies = CHUNK / ALONE + (BLOCKS - 1) * shared
     assert after.seconds == pytest.approx(here.seconds + copies + CHUNK / ALONE, rel=1e-3)
-    # The first block waits for its copy, each other one as far as its copy is behind the block
-    # before. The last chunk returns beside backward.
+    # The first block waits for its copy. Each later block waits if its copy takes longer than the
+    # forward of the previous block. The copy out of the last chunk overlaps with backward.
     expected = CHUNK / ALONE + (BLOCKS - 1) * max(shared - forward, 0.0)
     assert beside.seconds == pytest.approx(here.seconds + expected, rel=1e-3)
     assert beside.exposed_seconds == pytest.approx(expected, rel=1e-3)
@@ -140,14 +141,17 @@ def test_ranks_of_a_node_share_its_memory() -> None:
     assert on_cpu.link_to_state("disk", 1) == on_cpu.disk
 
 
-# Bytes of a block's fp32 weights, or gradients, of a rank.
+# Bytes of a rank's shard of a block's fp32 weights, or of its gradients.
 SHARD = CHUNK // 2
-# Relative to a copy alone, the time of one beside a copy in the other direction.
+# Time of a copy beside one in the other direction, relative to a copy alone. The figures below are
+# in this unit.
 BESIDE = 2 * ALONE / BOTH
-FORWARD = BLOCKS  # copies for gathers, one after the other
-# The last block is still gathered. Four more gathers beside gradients, and the last gradients.
+FORWARD = BLOCKS  # copies of weights for gathers, one after the other
+# The last block is still gathered: all other blocks' gathers overlap with copies of gradients; the
+# last gradients follow.
 BACKWARD = (BLOCKS - 1) * BESIDE + 1
-# By block state (2), weights and gradients come, and state and weights return beside the next one.
+# For each block, state (2), weights and gradients are copied in; state and weights are copied out,
+# beside the copies in of the next block.
 STEP = 4 + (BLOCKS - 1) * (3 * BESIDE + 1) + 3
 
 
@@ -167,9 +171,8 @@ def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
     busy = found.message_seconds["copy in"]
     assert busy == pytest.approx((BLOCKS + (BLOCKS - 1) * BESIDE) * alone)
 
-    # Gradients of another microbatch are added to earlier ones. Into the device: weights and
-    # earlier gradients in turns, from the gather of the last block but one; each return runs beside
-    # the next gather, the last but one beside the first gradients.
+    # Gradients of the second microbatch are added to earlier ones, which are copied in, in turns
+    # with weights, from the second last block on. Each copy out overlaps with the next gather.
     found = simulated(with_host_rate(1e12), all_on_host(), microbatches=2)
     again = (BLOCKS - 1) * BESIDE + 2 + (BLOCKS - 2) + 1
     assert found.seconds == pytest.approx((2 * FORWARD + BACKWARD + again + STEP) * alone)
@@ -201,8 +204,8 @@ def test_the_host_casts_weights_for_gathers_once_a_step(step_on: str) -> None:
     casts = [each for each in found.spans if (each.lane, each.label) == ("host work", "copy_")]
     seconds = (4 + 2) * SHARD / 4 / rate
     copy = SHARD / 2 / ALONE
-    # The host casts one block after the other, and shares its memory with the copy of the one
-    # before; the last one's copy follows.
+    # The host casts one block after the other. Each cast shares the host's memory with the copy of
+    # the previous block; the copy of the last block follows.
     expected = [seconds, *(BLOCKS - 1) * [seconds + copy]]
     assert [each.end - each.start for each in casts] == pytest.approx(expected)
     first = [each for each in found.spans if (each.lane, each.phase) == ("copy in", "forward")]
@@ -216,7 +219,8 @@ def test_a_disk_is_read_and_written_beside_a_host_that_computes() -> None:
     shared = BOTH / (3 * ALONE)
     both_in, both_out = 2 * ALONE * shared, ALONE * shared
     first = CHUNK / (2 * ALONE)
-    # While one is written the next is read, in less time; then it is written alone.
+    # While a chunk is written, the next one is read, which takes less time; then the write
+    # continues alone.
     overlap = CHUNK / both_in
     rest = (CHUNK - overlap * both_out) / ALONE
     expected = first + (BLOCKS - 1) * (overlap + rest) + CHUNK / ALONE
@@ -253,7 +257,7 @@ def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
 def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
     ranks: Ranks, level: str, size: int, roles: Sequence[str]
 ) -> None:
-    # Their peak is in the step.
+    # The peak of chunks is in the optimizer step.
     (real, *_) = ranks.run(peak_of_a_real_run, level, roles, world_size=size)
     options = {"batch": torch.ones(1, WIDTH), "strategy": level, "world_size": size}
     found = simulated(machine(host_runs_ahead=False), on_disk(roles), **options)
@@ -262,8 +266,8 @@ def test_simulated_memory_of_chunks_is_the_ledger_of_a_real_run(
 
 
 def test_a_device_reaches_a_disk_through_pieces_of_host_memory() -> None:
-    """The last piece of the first chunk and the first one of the last chunk cross the host's link
-    alone; meanwhile the disk is busy with other chunks, or with other pieces."""
+    """Only the last piece of the first chunk, and the first piece of the last chunk, use the host's
+    link while the disk is idle."""
     piece = CHUNK / 4
     fast = TwoWayLink(4 * ALONE, 4 * ALONE, 8 * ALONE, latency=1e-3)
     with patch.object(disk_memory, "PIECE", piece):
@@ -329,9 +333,10 @@ def stepped(where: fe.Machine, in_flight: int | None = None, **options: Any) -> 
 
 
 def test_a_step_takes_its_copies_of_activations_if_nothing_hides_them() -> None:
-    """The link has no limit of both directions together."""
+    """The link has no limit on both directions together."""
     found = stepped(machine(host_link=TwoWayLink(ALONE, ALONE, 2 * ALONE)))
-    # Of the last block nothing comes back, and compute waits for no copy of it.
+    # The last block's activations are not copied back, and compute does not wait for their copy
+    # out.
     copied = {OUT: BLOCKS * SAVED, INTO: (BLOCKS - 1) * SAVED}
     assert found.copied_bytes == copied
     assert found.seconds == pytest.approx(2 * (BLOCKS - 1) * SAVED / ALONE)
@@ -340,7 +345,7 @@ def test_a_step_takes_its_copies_of_activations_if_nothing_hides_them() -> None:
     assert set(found.exposed_by_lane) == set(ACTIVATION_LANES)
     names = {event["name"] for event in found.trace()["traceEvents"]}
     assert names >= {"take 0", "bring 2", f"{OUT} of 0", f"{INTO} of 1"}
-    # Sizes of blocks of host memory are rounded up, but not powers of two.
+    # Blocks of host memory are rounded up, but not to powers of two.
     assert found.elsewhere == {"host": BLOCKS * SAVED}
 
 
@@ -349,9 +354,9 @@ def test_a_step_takes_the_longer_of_copies_and_compute(share: float) -> None:
     """Copies that are shorter than a forward are hidden."""
     copy = SAVED / ALONE
     forward = share * copy
-    # Copies to the host begin with the end of the first forward, and compute waits for all but the
-    # last. Those back run beside the backward of the block behind; the first block's input needs
-    # no gradient.
+    # Copies to the host begin at the end of the first forward, and compute waits for all but the
+    # last. Each copy back overlaps with the backward of the following block; the first block's
+    # input needs no gradient.
     expected = forward + (BLOCKS - 1) * (max(copy, forward) + max(copy, 2 * forward)) + forward
     found = stepped(computing(share))
     assert found.seconds == pytest.approx(expected)
@@ -365,7 +370,7 @@ def test_the_device_holds_few_blocks_whatever_their_number(in_flight: int | None
         return stepped(machine(), in_flight, num=num, **options).memory["activations"]
 
     kept = 2 if in_flight is None else 1
-    # Beside them the batch, an output or gradient, the next one, and the gradient of a weight.
+    # Also held: the batch, an output or gradient, the next one, and the gradient of a weight.
     assert held(6) == held(12) <= (kept + 3) * SAVED + 4 * WIDTH * WIDTH + 8
     assert held(12, checkpointing=False) >= 12 * SAVED
 
@@ -376,7 +381,7 @@ def test_copies_of_activations_share_the_link_with_those_of_state() -> None:
     found = stepped(shared, offload=all_on_host())
     assert found.copied_bytes == alone[0].copied_bytes | alone[1].copied_bytes
     assert found.elsewhere["host"] == sum(each.elsewhere["host"] for each in alone)
-    # A rank of a node that shares its memory copies one byte at a time, in either direction.
+    # The ranks of a node share its memory, so both directions together have the rate of one copy.
     assert found.seconds >= sum(found.copied_bytes.values()) / ALONE
     assert found.seconds <= sum(each.seconds for each in alone) * (1 + 1e-9)
     assert {*ACTIVATION_LANES, *STATE_LANES, "copy in"} <= set(found.message_seconds)

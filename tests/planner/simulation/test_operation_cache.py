@@ -96,7 +96,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
         lambda: tokens(2, 8),
     ),
     "in place": (lambda: Chain(Custom(), Custom(), Custom()), regression),
-    # A cache of keys and values is filled: blocks with side effects.
+    # Blocks with a side effect: they fill a cache of keys and values.
     "llama": (on_meta(partial(llama, use_cache=True)), llama_batch),
     "llama that checkpoints itself": (checkpointed_llama, llama_batch),
 }
@@ -158,7 +158,7 @@ def test_simulations_share_a_cache() -> None:
 
 
 class Cached(TorchDispatchMode):
-    """Every operation runs by the cache."""
+    """Runs every operation through the cache."""
 
     def __init__(self, mode: FakeTensorMode, known: OperationCache) -> None:
         super().__init__()
@@ -187,7 +187,8 @@ def test_types_of_numbers_constants_and_the_default_dtype_count() -> None:
 
 
 def check_types_of_numbers() -> None:
-    torch.zeros(()) * 2  # of the shape of the products below, without a constant value
+    # An operation on a tensor of the same shape as below, but without a constant value.
+    torch.zeros(()) * 2
     before = torch.get_default_dtype()
     try:
         for number, dtype in enumerate((torch.float32, torch.float64, torch.float32)):

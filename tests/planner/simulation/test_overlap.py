@@ -29,10 +29,11 @@ NETWORK = network(0.5)
 BUDGETS = {"none": 0, "one unit": BLOCK_NUMEL, "default": None}
 LEVEL_2, LEVEL_3 = ("optim_grads", "no_shard"), ("optim_grads_params", "no_shard")
 
-# The ordinary tests run a pair whose weights stay whole, and one whose weights two axes shard.
+# The ordinary tests run a pair with unsharded weights, and one with weights sharded along both
+# axes.
 TWO_PAIRS = [("optim", "optim"), ("optim_grads_params", "optim_grads")]
-# Budget, whether there is an embedding, microbatches: each value with each of another column's
-# once, at least.
+# Budget, whether there is an embedding, microbatches. Any two values of different columns occur
+# together at least once.
 STEPS = [
     ("none", False, 1),
     ("one unit", False, 3),
@@ -44,7 +45,7 @@ STEPS = [
 
 @pytest.mark.parametrize("pair", thorough_but(TWO_PAIRS, PAIRS), ids="-".join)
 def test_nothing_more_is_exposed_than_must_be(pair: tuple[str, str]) -> None:
-    # And with messages that take twice the time of compute.
+    # Some steps also with messages that take twice the time of compute.
     for net, (budget, has_embedding, microbatches) in (
         *((NETWORK, each) for each in STEPS),
         *((network(2.0), each) for each in STEPS[3:]),
@@ -97,8 +98,8 @@ def test_reductions_that_wait_for_each_other_are_caught(
     monkeypatch.setattr(Reductions, "open_unit", open_unit)
     found = simulated(pair, NETWORK)
     must = ideal(pair, NETWORK, budgets=budgets_of(found))
-    # The predecessor's reduction has had until the first of the unit's gradients, a quarter of its
-    # backward, and takes longer.
+    # The previous reduction overlaps only with a quarter of the unit's backward, until its first
+    # gradient; it takes longer than that.
     assert found.exposed_seconds > must.exposed + 0.1 * (BLOCKS - 2) * BACKWARD
     assert {each.unit for each in found.exposed} > {"blocks.0", "blocks.2", "blocks.3"}
 
@@ -113,7 +114,8 @@ def test_gathers_one_unit_late_are_caught(monkeypatch: pytest.MonkeyPatch) -> No
     found = simulated(LEVEL_3, NETWORK, budget=BLOCK_NUMEL)
     must = ideal(LEVEL_3, NETWORK, budgets=(BLOCK_NUMEL, (BLOCK_NUMEL, 0)))
     gather = NETWORK.ring(BLOCK_NUMEL, 0)
-    # All three of forward but the first, at least; in backward compute waits for reductions, too.
+    # In forward all gathers are exposed, not only the first; in backward compute waits for
+    # reductions, too.
     assert found.exposed_seconds > must.exposed + (BLOCKS - 1) * gather
     late_ones = [each for each in found.exposed if each.phase == "forward"]
     assert [each.seconds for each in late_ones] == pytest.approx([gather] * BLOCKS)

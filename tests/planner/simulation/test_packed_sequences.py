@@ -27,7 +27,7 @@ def test_rows_without_positions_are_one_sequence_each() -> None:
     without, with_cache = (simulated(use_cache=each) for each in (False, True))
     assert without.peak_bytes == with_cache.peak_bytes
     assert without.seconds <= with_cache.seconds
-    # Given positions may begin anew within a row.
+    # With given positions, sequences may be packed, which needs a mask.
     assert simulated(position_ids=TOKENS).peak_bytes > without.peak_bytes
 
 
@@ -36,7 +36,7 @@ def test_rows_without_positions_are_one_sequence_each() -> None:
     ["sdpa", *(pytest.param(n, marks=pytest.mark.thorough) for n in ("eager", "flex_attention"))],
 )
 def test_a_mask_of_the_tokens_is_one_of_attention(attention: str) -> None:
-    """It may have padding."""
+    """The mask needs memory: the tokens may include padding."""
     without = simulated(attention=attention)
     masked = simulated(attention=attention, attention_mask=torch.ones_like(TOKENS))
     assert masked.peak_bytes > without.peak_bytes

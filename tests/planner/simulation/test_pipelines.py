@@ -88,7 +88,8 @@ INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
         # A bubble of p - 1 microbatches' forward and backward.
         ("GPipe", {}, 4, [1, 1], ((0,), (1,))),
         thorough("1F1B", {}, 4, [1, 1], ((0,), (1,))),
-        # Of v stages of a rank, p - 1 of the v-th part of its turn; none if backwards are split.
+        # With v stages per rank, the bubble is p - 1 v-th parts of a microbatch; with split
+        # backwards there is none.
         ("Interleaved1F1B", {}, 8, [1, 1], INTERLEAVED),
         thorough("Interleaved1F1B", {"quick": True}, 8, [1, 1], INTERLEAVED),
         ("ZBVZeroBubble", {}, 8, [0, 0], V),
@@ -101,7 +102,7 @@ INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 def test_the_bubble_is_that_of_the_formula(
     schedule: str, options: dict[str, Any], turns: int, bubble: list[int], stages: Any
 ) -> None:
-    """``turns``: those of the slowest rank."""
+    """``turns``: the number of microbatches' turns of the slowest rank."""
     found = simulated(schedule, **options)
     num_ranks = len(bubble)
     seconds = (turns + min(bubble)) * TURN
@@ -167,8 +168,8 @@ def blocks(index: int, num_stages: int) -> nn.Module:
 
 
 def measured(schedule: str, level: str) -> tuple[int, list[Action]]:
-    """Most bytes that this rank held in a step, and what it ran: the least of two steps, since a
-    thread of gloo's sometimes holds a tensor after its work has ended."""
+    """Peak bytes of this rank in a step, and its actions. The peak is the smaller of two steps',
+    since a thread of gloo's sometimes holds a tensor after its work has ended."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     indices = scene.stage_indices(schedule, mesh.get_local_rank("pp"), 2)
     num_stages = 2 * len(indices)
@@ -237,8 +238,9 @@ class NotedStage(PipelineStage):
 def test_order_and_memory_are_those_of_four_gloo_ranks(
     ranks: Ranks, schedule: str, level: str
 ) -> None:
-    """Two pipeline ranks of two data-parallel ranks. Two stages of a rank that gather parameters
-    hold more on gloo, and not the same each time; one stage holds a few hundred bytes more."""
+    """Two pipeline ranks, each with two data-parallel ranks. With two stages per rank that gather
+    parameters, gloo's ranks hold more than planned, and different amounts in each run. With one
+    stage they hold a few hundred bytes more."""
     least = 0.95 if len(scene.stage_indices(schedule, 0, 2)) > 1 else 0.999
     found = ranks.run(measured, schedule, level, world_size=4)
     options = {"machine": HOST, "strategy": level, "min_unit_size": 0}
@@ -408,7 +410,7 @@ EVERY = [
     ("ZBVZeroBubble", "optim", {**ON_GPUS, "checkpointing": True}),
     *itertools.product([*UNSPLIT, *SPLIT], LEVELS, [ON_GPUS, {"machine": HOST}]),
     ("1F1B", "optim", {**ON_GPUS, "offload": HOST_STATE}),
-    # A turn of a V between other stages, and as many microbatches again as a stage runs alone.
+    # With four pipeline ranks, a V turns between inner stages.
     *itertools.product(SPLIT, LEVELS[1:], [{**ON_GPUS, "pipeline": 4, "microbatches": 12}]),
 ]
 
@@ -448,7 +450,8 @@ def test_stages_that_are_alike_are_simulated_once(monkeypatch: pytest.MonkeyPatc
         return stage_costs(job, index, *args)
 
     monkeypatch.setattr(pipelines, "stage_costs", noted)
-    # The first returns no gradient of its inputs, and receives nothing; the last has a head.
+    # Stages that differ are simulated: the first has no gradient of its input, and receives
+    # nothing; the last has a head.
     x = torch.zeros(MANY, WIDE, requires_grad=True)
     of_blocks(True, "1F1B", pipeline=4, microbatches=8, batch=x, **ON_GPUS)
     assert tried == [0, 1, 3]
@@ -502,7 +505,7 @@ def test_shapes_of_compiled_stages_are_inferred_without_compiling(
         return nn.Sequential(block)
 
     counters.clear()
-    # Shapes have been inferred when the first step is recorded.
+    # The patch stops the simulation before the first step, when shapes have been inferred.
     monkeypatch.setattr(PipelineJob, "record", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         simulated(stages=stages)

@@ -20,7 +20,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def with_figures(matrix_flops: Any = None, **figures: Any) -> Machine:
-    """Only products take time but for the given figures."""
+    """A machine on which only products take time, unless ``figures`` say otherwise."""
     plain = plain_machine()
     flops = matrix_flops or plain.processor.matrix_flops
     processor = dataclasses.replace(plain.processor, matrix_flops=flops, **figures)
@@ -30,7 +30,8 @@ def with_figures(matrix_flops: Any = None, **figures: Any) -> Machine:
 # Attention.
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-# TFLOPS of FlashAttention-2 on H100 with 16k tokens and heads of 128, of half the flops if causal:
+# TFLOPS of FlashAttention-2 on H100 with 16k tokens and heads of 128; for causal attention, half of
+# the flops are counted:
 # J. Shah et al., "FlashAttention-3", arXiv:2407.08608, figures 5 and 6.
 ATTENTION = {
     "forward": (309, 350, 362, 368, 370, 370),
@@ -54,7 +55,7 @@ def test_causal_attention_skips_blocks() -> None:
         (4, 4, 2, 2 * 2 + 2 * 4),
         (4, 4, 3, 3 * 3 + 1 * 4),
         (4, 4, 8, 4 * 4),  # one block
-        (2, 6, 1, 1 + 2),  # queries are the first ones
+        (2, 6, 1, 1 + 2),  # the queries are the first two of six positions
         (6, 2, 1, 1 + 2 + 2 * 4),
     ):
         share = Attention(queries, keys, is_causal=True).causal_share(block)
@@ -62,7 +63,7 @@ def test_causal_attention_skips_blocks() -> None:
 
 
 class Attending(nn.Module):
-    """Attention with one parameter, and a function of elements."""
+    """Attention with one parameter; ``options`` are those of the attention function."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ def test_a_step_of_attention_by_hand() -> None:
     masked = attending(with_figures(**shares, **sizes), attn_mask=mask)
     assert masked.compute_seconds == pytest.approx(whole)
     assert causal.model_flops == full.model_flops == pytest.approx(6 * product)
-    # Without figures backward is as forward, and causal attention counts in full.
+    # By default backward has the speed of forward, and causal attention computes all scores.
     plain = attending(with_figures(attention_share=0.5, function_seconds=1e-3), is_causal=True)
     elements = BATCH * HEADS * LENGTH * SIZE
     seconds = 7 * product / 0.5 / 1e9 + 2 * 1e-3 * elements
@@ -107,7 +108,7 @@ def test_a_step_of_attention_by_hand() -> None:
 # Products.
 
 INNER = (256, 512, 1024, 2048, 4096)
-# TFLOPS of products in bf16 on H100 by inner size, of so many (matrices, rows, columns): OpenXLA,
+# TFLOPS of products in bf16 on H100 by inner size, for (matrices, rows, columns): OpenXLA,
 # xla/service/gpu/model/matmul_interpolator_data.h, "sm_90".
 PRODUCTS = {
     (1, 1024, 1024): (82, 146, 236, 350, 470),
@@ -157,13 +158,14 @@ def test_a_step_of_products_by_hand() -> None:
         ).compute_seconds
         for figures in ({}, {"product_seconds": 1.0}, {"product_element_seconds": 1e-3})
     )
-    # The linear and its weight's gradient; the batched product and two gradients.
+    # Five products: the linear and its weight's gradient; the batched product and its two
+    # gradients.
     assert by_product == pytest.approx(base + 5.0)
     results = batch * rows * 16 + 16 * 8 + batch * rows * rows + 2 * batch * rows * 16
     assert by_element == pytest.approx(base + 1e-3 * results)
 
 
-# fp8, as torchao's float8 training has it.
+# fp8, as in torchao's float8 training.
 
 ROWS, WIDTH = 64, 128
 PRODUCT = 2 * ROWS * WIDTH * WIDTH
@@ -217,7 +219,7 @@ def test_a_machine_without_fp8_raises() -> None:
 
 
 def test_presets_have_the_ratio_of_fp8_to_bf16() -> None:
-    """On H100 and H200 the measured one."""
+    """For H100 and H200 the ratio was measured."""
     for machine, ratio in ((fe.H100, 1.69), (fe.H200, 1.69), (fe.B200, 2)):
         seconds = partial(machine.processor.seconds, 1e15, 0)
         for dtype in (E4M3, E5M2):

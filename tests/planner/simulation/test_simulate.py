@@ -74,7 +74,7 @@ def test_where_the_host_computes_it_blocks() -> None:
     clock.compute("f", 2.0)
     lanes.compute.wait(second)
     assert clock.host == 4.0
-    # For the first, so that the second can begin; then for the second.
+    # Compute waits for the first, so that the second can begin, and then for the second.
     assert [each.seconds for each in clock.exposed] == [1.0, 1.0]
     assert first.done
     assert second.done
@@ -103,15 +103,15 @@ def test_rings_over_nodes() -> None:
         (8, 1, 4 * 20, (6 * 1 + 1 * 3) / 7),  # four rings, a port each
         (64, 1, 4 * 20, (48 * 1 + 15 * 3) / 63),
         (8, 2, 2 * 20, (4 * 1 + 3 * 3) / 7),  # two ranks of each node
-        (8, 4, 20, 3),  # one
+        (8, 4, 20, 3),  # one rank of each node
         (8, 8, 20, 3),
-        (6, 1, 2 * 20, (4 * 1 + 1 * 3) / 5),  # the second node has but two of them
+        (6, 1, 2 * 20, (4 * 1 + 1 * 3) / 5),  # the second node has only two of the ranks
         (5, 1, 20, (3 * 1 + 1 * 3) / 4),
         (4, 3, 20, (1 * 1 + 2 * 3) / 3),  # ranks 0 and 3, 6, 9
     ):
         link = NODES_OF_FOUR.link(num_ranks, stride)
         assert (link.rate, link.latency) == (pytest.approx(rate), pytest.approx(latency))
-    # They are no faster than the link within a node.
+    # A ring is not faster than the link within a node.
     slow = dataclasses.replace(NODES_OF_FOUR, within_node=Link(bandwidth=30.0, latency=1.0))
     assert [slow.link(*each).rate for each in ((8, 1), (8, 4), (5, 1))] == [30, 20, 20]
 
@@ -119,7 +119,7 @@ def test_rings_over_nodes() -> None:
 def test_bytes_without_a_ring_leave_through_the_rank_s_own_port() -> None:
     assert NODES_OF_FOUR.link_to(3) == NODES_OF_FOUR.within_node
     assert NODES_OF_FOUR.link_to(4) == NODES_OF_FOUR.between_nodes
-    # Of 800 bytes over 8 ranks 400 leave the node at 20 bytes a second, in four hops.
+    # Each of 8 ranks has 800 bytes. 400 of them leave the node, at 20 bytes a second in four hops.
     assert all_to_all_seconds(NODES_OF_FOUR, 800, 8, 1) == pytest.approx(400 / 20 + 4 * 3)
     assert all_to_all_seconds(NODES_OF_FOUR, 400, 4, 1) == pytest.approx(300 / 100 + 3 * 1)
     assert all_to_all_seconds(NODES_OF_FOUR, 400, 4, 4) == pytest.approx(300 / 20 + 3 * 3)
@@ -140,7 +140,7 @@ def test_a_flat_axis_over_nodes_sends_through_all_ports(on_host: bool) -> None:
     num_gathers = round(gathering(4) / (3 / 4 * num_bytes / 1e9))
     assert num_gathers in (1, 2)
     one = 15 / 16 * num_bytes / 4e6
-    if on_host:  # gloo's ranks send their part to each other, 12 of 15 to other nodes
+    if on_host:  # gloo's ranks send to all others: 3 in the same node, 12 in other nodes
         one = 3 / 16 * num_bytes / 1e9 + 12 / 16 * num_bytes / 1e6
     assert gathering(16) == pytest.approx(num_gathers * one, rel=0.01)
 
@@ -182,7 +182,7 @@ def test_weights_are_cast_on_a_lane_of_its_own_where_the_host_runs_ahead() -> No
 
 
 class GroupedExperts(nn.Module):
-    """Two products of grouped matrices. The numbers of rows are ``ends`` of these."""
+    """Two products of grouped matrices. ``ends``: the number of groups of rows."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, ends: int = 4) -> None:
         super().__init__()
@@ -231,7 +231,8 @@ def test_a_simulation_leaves_no_state_and_takes_no_process_group() -> None:
         built.append(weakref.ref(model))
         return model
 
-    options: dict[str, Any] = {"batch": token_batch(4, 0), "mesh": (128, 8)}  # as fast as for few
+    # As fast as with few ranks.
+    options: dict[str, Any] = {"batch": token_batch(4, 0), "mesh": (128, 8)}
     assert fe.simulate(build, 1024, **options).memory["weights"] > 0
     gc.collect()
     assert [model() for model in built] == [None]
@@ -240,7 +241,7 @@ def test_a_simulation_leaves_no_state_and_takes_no_process_group() -> None:
     try:
         with pytest.raises(RuntimeError, match="expected a process without process groups"):
             fe.simulate(build, 1024, **options)
-        # And an engine of flesh is none the worse for those that were simulated.
+        # A real engine works after simulations.
         model = Transformer(2)
         fe.shard(model)
         model(*token_batch(2, 0)).backward()
@@ -350,7 +351,8 @@ FORWARD = [*(f"blocks.{n}.{part}" for n in range(3) for part in ("up", "down")),
 
 def test_operations_have_their_modules_in_forward_and_in_backward() -> None:
     assert products("forward") == FORWARD
-    # A product for the input and one for the weight, but the first has no input to train.
+    # Two products in backward: for the input and for the weight. The first layer's input needs no
+    # gradient.
     backward = [name for name in reversed(FORWARD) for _ in range(2)][:-1]
     assert products("backward") == backward
     spans = traced().spans
@@ -405,7 +407,7 @@ def test_the_trace_has_a_counter_and_rows_of_lanes_and_modules(tmp_path: Path) -
             start, end = event["ts"], event["ts"] + event["dur"]
             while open_until and open_until[-1] <= start + 1e-6:
                 open_until.pop()
-            # Slices are one after the other. Those of modules may be within each other.
+            # Slices do not overlap, but those of modules may be nested.
             assert not open_until or (row == "modules" and end <= open_until[-1] + 1e-6), row
             open_until.append(end)
     named = [e["args"].get("module") for e in spans["compute"] if e["name"] in PRODUCTS]

@@ -212,8 +212,8 @@ def small() -> nn.Module:
     return Model(WIDTH, 4 * WIDTH, 256)
 
 
-# How a model is made, and most of planned over measured memory; see the docs. The measure had
-# counted wrappers of functional collectives, which have no memory, as linears hold one.
+# How a model is made, and the largest ratio of planned to measured memory; see the docs. Wrappers
+# of functional collectives, such as linears hold, have no memory and are not measured.
 CASES: dict[str, tuple[Any, Any, Any, float]] = {
     "linears": (small, {"tokens": TOKENS}, cut, 1.045),
     "llama": (llama, LLAMA_BATCH, fe.apply_tp_plan, 1.035),
@@ -251,7 +251,8 @@ def measured(case: str, level: str) -> tuple[int, list[float]]:
 def test_memory_and_losses_are_those_of_four_gloo_ranks(
     ranks: Ranks, case: str, level: str
 ) -> None:
-    """Losses are those of one process on the same data; the plan of the Llama is its own."""
+    """Losses are those of one process on the same data. The Llama is parallelized by its own
+    plan."""
     build, batch, parallelize, limit = CASES[case]
     found = ranks.run(measured, case, level, world_size=NUM_RANKS)
     expected, _ = train(build(), batch, 4)

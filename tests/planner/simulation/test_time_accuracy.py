@@ -1,4 +1,4 @@
-"""The accuracy of times that texts state is that of the results files."""
+"""Texts that state the accuracy of times agree with the results files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ planned = partial(fe.plan, Words, words, world_size=1)
 
 
 def test_the_factors_are_those_of_the_results_files() -> None:
-    """And nine of ten compared steps are within the stated range."""
+    """Nine of ten compared steps are within the stated range."""
     # After a run of a benchmark: python tools/time_factors.py --write
     assert TARGET.read_text(encoding="utf-8") == file_text()
     assert {"H100", *measured()} | {"H200"} == ACCURACIES.keys()
