@@ -46,7 +46,7 @@ class Backward:
             next use is looked up in the recorded order.
         run_again: Numbers of units that had several calls, some of which run again in this backward
             because their graph was retained. It is not known how many of the calls will run again.
-        num_recomputed: For each unit, the number of calls that this backward has recomputed.
+        num_repeated: For each unit, the number of calls that this backward has repeated.
         run: The number of the backward's run of autograd.
     """
 
@@ -58,7 +58,7 @@ class Backward:
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
         self.run_again: set[int] = set()
-        self.num_recomputed: Counter[int] = Counter()
+        self.num_repeated: Counter[int] = Counter()
         # For each open call, the number of input gradients that are not computed yet. For each call
         # that was left, the run of autograd in which this happened.
         self._awaited: dict[Call, int] = {}

@@ -136,7 +136,7 @@ class Scheduler:
     def note_run_again(self, unit: Unit) -> None:
         """Count a call of a module of the unit within backward, with gradients enabled."""
         assert self._backward is not None
-        self._backward.num_recomputed[unit.index] += 1
+        self._backward.num_repeated[unit.index] += 1
 
     def leave_forward(self, unit: Unit, reads_again: bool, *, is_recorded: bool = True) -> None:
         """Leave a unit, because one of its modules has returned.
@@ -182,7 +182,7 @@ class Scheduler:
             NotImplementedError: The forward begins within a backward.
         """
         if in_backward():
-            raise _unknown("a forward within a backward that is not a recomputation")
+            raise _unknown("a forward within a backward that repeats no earlier forward")
         return Forward()
 
     def _begin_forward(self) -> Forward:
@@ -492,9 +492,9 @@ class Scheduler:
         unit. If some were repeated, the others belong to another microbatch, whose forward preceded
         this backward. If none was, all belong to an evaluation, and are dropped."""
         for index in list(self._uncounted):
-            num_recomputed = backward.num_recomputed[index]
-            self._uncounted[index] -= num_recomputed
-            if not num_recomputed or self._uncounted[index] <= 0:
+            num_repeated = backward.num_repeated[index]
+            self._uncounted[index] -= num_repeated
+            if not num_repeated or self._uncounted[index] <= 0:
                 del self._uncounted[index]
 
     @property
