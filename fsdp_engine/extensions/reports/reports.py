@@ -371,6 +371,11 @@ def describe(engine: Engine) -> Description:
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
     # The root is omitted if it has no parameters of its own.
     shown = [unit for unit in units if unit.buffers] or units[:1]
+    if len(shown) == 1 and len(shown[0].modules) > 1:
+        title += (
+            " All modules are one unit, because small units are joined "
+            "(fe.Options(min_unit_size=0) keeps them apart)."
+        )
     rows = (_row(unit, strategy, mesh, expected.num_gathers(unit.index)) for unit in shown)
     ids = [id(p) for unit in units for buffer in unit.trainable for p in buffer.sharded_params]
     held = {place: engine.memory_bytes(place) for place in engine.memory.elsewhere}

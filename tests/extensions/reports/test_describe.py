@@ -86,3 +86,12 @@ def test_joined_units_are_described_by_runs_of_names() -> None:
     assert [rows[name].num_gathers for name in names] == [2, 2, 1]
     assert rows["blocks.2-3"].num_elements == 2 * BLOCK
     assert "blocks.4-5 + norm + head" in str(engine.describe())
+
+
+@on_ranks(2)
+def test_a_model_of_small_modules_says_that_they_are_one_unit() -> None:
+    joined = "All modules are one unit, because small units are joined"
+    for options, expected in ((fe.Options(), True), (fe.Options(min_unit_size=0), False)):
+        model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+        engine = fe.shard(model, options=options, initial_values="rank0")
+        assert (joined in str(engine.describe())) is expected
