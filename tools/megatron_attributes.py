@@ -48,7 +48,7 @@ LOOKUP = "get_attr_wrapped_model"
 _OF_MODEL = "read of the model within the wrapper"
 _OF_FSDP = "used where `ddp_config.use_megatron_fsdp`, which is False here"
 _OF_OPTIMIZER = "called by its `DistributedOptimizer`, which raises an error with this wrapper"
-_NO_WRAPPER = "of a list of this name"
+_NO_WRAPPER = "called on a list of wrapped models"
 # Attributes that the wrapper does not have, with the reason why they are not needed.
 NOT_THERE = {
     "_start_bucket_group_param_sync": "called with elements of `bucket_groups`, which is empty",
@@ -61,8 +61,8 @@ NOT_THERE = {
     "output_layer": _OF_MODEL,
     "reset_param_sync_dispatch_state": _OF_OPTIMIZER,
     "synchronize_param_gather": _OF_FSDP,
-    "_make_forward_pre_hook": "replayed CUDA graphs would run its hooks in place of modules' own; "
-    "leave `cuda_graph_impl` at its default",
+    "_make_forward_pre_hook": "replayed CUDA graphs would run the hooks that it makes, not the "
+    "modules' own; leave `cuda_graph_impl` at its default",
     "param_and_grad_buffer": _OF_FSDP,
     "position_embedding_type": _OF_MODEL,
     "position_embeddings": _OF_MODEL,

@@ -336,15 +336,16 @@ def host_step() -> str:
         columns += [f"seconds, {threads} {plural}", "x the bound"]
     worst = max(each["of the bound"]["engine, fused"]["median"] for each in found.values())
     rates = "; ".join(
-        ", ".join(f"{name} {rate['median']:.0f}" for name, rate in each["GB/s"].items())
-        for each in found.values()
+        f"with {threads} {'thread' if threads == '1' else 'threads'} "
+        + ", ".join(f"{name} {rate['median']:.0f}" for name, rate in each["GB/s"].items())
+        for threads, each in found.items()
     )
     count = next(iter(found.values()))["elements"]
     loads = ", ".join(f"{each['load before']:.1f}" for each in found.values())
     note = (
         f"\n\nAdamW on {count / 1e6:.0f}M fp32 elements in 100 matrices, one rank, level 3; all "
-        "on the same memory. The bound is 28 bytes of an element over the largest bandwidth: GB/s "
-        f"are {rates}. Engine, fused: {worst:.2f}, {against(worst, 1.15)}. torchao's "
+        "on the same memory. The bound is 28 bytes of an element over the largest bandwidth "
+        f"(GB/s {rates}). Engine, fused: {worst:.2f}, {against(worst, 1.15)}. torchao's "
         "`CPUOffloadOptimizer` needs an accelerator; on its host it calls one fused AdamW for each "
         f"parameter. Load before: {loads}."
     )
@@ -373,8 +374,8 @@ def muon_step() -> str:
     )
     note = (
         "\n\n`torch.optim.Muon`, fp32, 2 ranks of one thread over gloo. MB are those that both "
-        f"ranks send in a step; a gather and a scatter of the matrices take {bounds}. *Whole "
-        "matrices*: a granule for each, so that owners hold them."
+        f"ranks send in a step; a gather and a scatter of the matrices take {bounds}. *As it "
+        "is*: without `fe.shard_optimizer`. *Whole matrices*: a granule keeps each on one rank."
     )
     return with_machine(table(columns, rows) + note, "muon_step")
 
@@ -440,8 +441,9 @@ def offload_rates() -> str:
     ]
     columns = ["GB/s by size of a call", *(f"{mib} MiB" for mib in pieces)]
     note = (
-        f"\n\n{found['bytes'] / MIB:.0f} MiB from memory that is aligned like tensors, without "
-        "staging from pages. A write through the page cache ends with `fdatasync`."
+        f"\n\n{found['bytes'] / MIB:.0f} MiB from memory that is aligned like tensors; "
+        "`O_DIRECT` without staging from memory that is aligned to pages. A write through the page "
+        "cache ends with `fdatasync`."
     )
     return with_machine(table(columns, rows) + note, "offload")
 
@@ -503,7 +505,7 @@ def offload_clock() -> str:
                 )
     columns = ["model, GPUs", "copies bound by", "step ms: state on the device", "on the host"]
     columns += ["of it, optimizer", "bound", "over the bound"]
-    columns += ["GiB of a rank: state on the device", "on the host", "there"]
+    columns += ["GiB of a GPU: state on the device", "on the host", "GiB of the host for a rank"]
     verdicts = "; ".join(
         f"{where}: {min(each):.2f} to {most:.2f}, {'met' if most <= goal else '**missed**'}"
         for where, each in over.items()
@@ -546,7 +548,7 @@ def offload_clock_beside() -> str:
                 )
     columns = ["model, GPUs", "copies bound by", "forward ms"]
     columns += ["step longer by ms: after backward", "beside forward"]
-    columns += ["at least, beside forward", "beside backward", "beside both"]
+    columns += ["at least: beside forward", "at least: beside backward", "at least: beside both"]
     columns += ["step ms: state on the device", "on the host", "beside forward"]
     columns += ["GiB of a rank: on the host", "beside forward"]
     note = (
@@ -591,7 +593,7 @@ def offload_clock_speculative() -> str:
     columns = ["model, GPUs", "backward ms", "after backward ms: waits for the norm"]
     columns += ["new values written elsewhere", "and undone"]
     columns += ["old values copied before", "and undone"]
-    columns += ["faster below undone steps: written elsewhere", "copied before"]
+    columns += ["faster if fewer steps are undone than: written elsewhere", "copied before"]
     columns += ["GiB more of a rank's host memory"]
     note = "\n\nFormulas, bound by the host's memory. (`offload_clock.json`)"
     return table(columns, rows) + note
@@ -624,10 +626,15 @@ def offload_clock_everything() -> str:
                         f"{row[here]['bytes on the host'] / GIB:,.1f}",
                     ]
                 )
-    columns = ["model, GPUs", "copies bound by", "step ms: nothing on the host", "state there"]
+    columns = [
+        "model, GPUs",
+        "copies bound by",
+        "step ms: nothing on the host",
+        "state on the host",
+    ]
     columns += ["everything, stepped on the device", "bound", "stepped on the host", "bound"]
-    columns += ["FSDP2", "ZeRO-Offload", "GiB of a rank: stepped on the device"]
-    columns += ["stepped on the host", "there"]
+    columns += ["FSDP2", "ZeRO-Offload", "GiB of a GPU: stepped on the device"]
+    columns += ["stepped on the host", "GiB of the host for a rank"]
     ranges = " and ".join(
         f"{min(each):.2f} to {max(each):.2f} (stepped on the {where})"
         for each, where in zip(over.values(), ("device", "host"), strict=True)
@@ -657,10 +664,10 @@ def offload_activations_clock() -> str:
         )
     columns = ["width", "step ms: activations kept", "recomputed", "on the host"]
     columns += ["over kept", "over recomputed", "copies take at least"]
-    columns += ["GiB of a rank: kept", "recomputed", "on the host", "there"]
+    columns += ["GiB of a GPU: kept", "recomputed", "on the host", "GiB of the host for a rank"]
     saved = max(row["bytes of a token and an element"] for row in found)
     note = (
-        f"\n\nA block saves {saved:.0f} bytes of a token and an element of its width. "
+        f"\n\nA block saves {saved:.0f} bytes for each token and element of its width. "
         "(`offload_activations_clock.json`)"
     )
     return table(columns, rows) + note
@@ -691,7 +698,7 @@ def offload_memory() -> str:
     ledger = capped["all on disk"]["peak bytes by role"]["total"]
     columns = ["on disk", "MiB allocated at most", "MiB resident at most", "seconds of a step"]
     note = (
-        f"\n\nA rank of two, above its memory before the model is built: GPT of "
+        f"\n\nOne of two ranks, in addition to its memory before the model is built: GPT of "
         f"{elements / 1e6:.0f}M parameters, level 3, fp32. Weights, gradients and state take "
         f"{needs / MIB:,.0f} MiB of a rank, {found['factor']:.2f} times the cap (`RLIMIT_DATA`; "
         f"the goal is 3{'' if found['factor'] >= 3 else ', **missed**'}). The peak of the engine's "
