@@ -61,8 +61,8 @@ NOT_THERE = {
     "output_layer": _OF_MODEL,
     "reset_param_sync_dispatch_state": _OF_OPTIMIZER,
     "synchronize_param_gather": _OF_FSDP,
-    "_make_forward_pre_hook": "replayed CUDA graphs would run its hooks in place of modules' own; "
-    "leave `cuda_graph_impl` at its default",
+    "_make_forward_pre_hook": "replayed CUDA graphs would run the hooks that it makes, not the "
+    "modules' own; leave `cuda_graph_impl` at its default",
     "param_and_grad_buffer": _OF_FSDP,
     "position_embedding_type": _OF_MODEL,
     "position_embeddings": _OF_MODEL,

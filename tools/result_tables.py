@@ -336,15 +336,16 @@ def host_step() -> str:
         columns += [f"seconds, {threads} {plural}", "x the bound"]
     worst = max(each["of the bound"]["engine, fused"]["median"] for each in found.values())
     rates = "; ".join(
-        ", ".join(f"{name} {rate['median']:.0f}" for name, rate in each["GB/s"].items())
-        for each in found.values()
+        f"with {threads} {'thread' if threads == '1' else 'threads'} "
+        + ", ".join(f"{name} {rate['median']:.0f}" for name, rate in each["GB/s"].items())
+        for threads, each in found.items()
     )
     count = next(iter(found.values()))["elements"]
     loads = ", ".join(f"{each['load before']:.1f}" for each in found.values())
     note = (
         f"\n\nAdamW on {count / 1e6:.0f}M fp32 elements in 100 matrices, one rank, level 3; all "
-        "on the same memory. The bound is 28 bytes of an element over the largest bandwidth: GB/s "
-        f"are {rates}. Engine, fused: {worst:.2f}, {against(worst, 1.15)}. torchao's "
+        "on the same memory. The bound is 28 bytes of an element over the largest bandwidth "
+        f"(GB/s {rates}). Engine, fused: {worst:.2f}, {against(worst, 1.15)}. torchao's "
         "`CPUOffloadOptimizer` needs an accelerator; on its host it calls one fused AdamW for each "
         f"parameter. Load before: {loads}."
     )
@@ -546,7 +547,7 @@ def offload_clock_beside() -> str:
                 )
     columns = ["model, GPUs", "copies bound by", "forward ms"]
     columns += ["step longer by ms: after backward", "beside forward"]
-    columns += ["at least, beside forward", "beside backward", "beside both"]
+    columns += ["at least: beside forward", "at least: beside backward", "at least: beside both"]
     columns += ["step ms: state on the device", "on the host", "beside forward"]
     columns += ["GiB of a rank: on the host", "beside forward"]
     note = (
@@ -697,7 +698,7 @@ def offload_memory() -> str:
     ledger = capped["all on disk"]["peak bytes by role"]["total"]
     columns = ["on disk", "MiB allocated at most", "MiB resident at most", "seconds of a step"]
     note = (
-        f"\n\nA rank of two, above its memory before the model is built: GPT of "
+        f"\n\nOne of two ranks, in addition to its memory before the model is built: GPT of "
         f"{elements / 1e6:.0f}M parameters, level 3, fp32. Weights, gradients and state take "
         f"{needs / MIB:,.0f} MiB of a rank, {found['factor']:.2f} times the cap (`RLIMIT_DATA`; "
         f"the goal is 3{'' if found['factor'] >= 3 else ', **missed**'}). The peak of the engine's "

@@ -292,7 +292,7 @@ def table(library: str, found: dict[str, Found]) -> list[str]:
         row = (by_level(sharded), by_level(outcomes[STEPPED]), by_level(as_it_is), note)
         rows.setdefault(row, []).append(f"`{name}`")
     lines = [
-        "| optimizer | with `fe.shard_optimizer` | steps | as it is | error when sharded |",
+        "| optimizer | with `fe.shard_optimizer` | steps | without it | error when sharded |",
         "|---|---|---|---|---|",
     ]
     order = sorted(rows, key=lambda row: (row[0] != "exact", row[1], -len(rows[row]), row))
