@@ -159,5 +159,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, including those that were not imported yet."""
-    return __all__
+    """Returns the names in ``__all__`` and those of extensions, also before they are imported."""
+    return [*__all__, *names_of("names")]
