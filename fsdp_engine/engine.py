@@ -62,11 +62,25 @@ class EnginePart(Protocol):
         errors of failed work instead of raising them."""
 
 
+class ExtensionMethod:
+    """A method of :class:`Engine` that an extension provides. The extension is imported at the
+    first use.
+
+    Args:
+        name: The name of the method. ``extension_list.py`` lists all names.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, engine: Engine | None, kind: type[Engine]) -> Any:
+        return find("methods", self._name).__get__(engine, kind)
+
+
 class Engine:
     """The engine of a sharded model, which ``fe.shard`` returns.
 
-    Extensions add methods that are not listed here. ``dir(engine)`` has all names, and
-    ``help(engine.NAME)`` describes one.
+    Extensions provide further methods, which :class:`ExtensionMethod` imports at their first use.
 
     Attributes:
         model: The user's module.
@@ -148,16 +162,9 @@ class Engine:
             placement.start(self)
         add_step_listener(self)
 
-    def __getattr__(self, name: str) -> Any:
-        """Returns an attribute that an extension provides. ``extension_list.py`` lists them."""
-        found = find("methods", name)
-        if found is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return found.__get__(self)
+    if TYPE_CHECKING:
 
-    def __dir__(self) -> list[str]:
-        """Returns the names of all attributes, including those that extensions provide."""
-        return [*super().__dir__(), *names_of("methods")]
+        def __getattr__(self, name: str) -> Any: ...  # a method of an extension
 
     def __repr__(self) -> str:
         ranks = f"{self.mesh.outer.size} x {self.mesh.inner.size} ranks"
@@ -564,6 +571,10 @@ class Engine:
         if depth == 0:
             return None
         return self.mesh.inner.reduce_group if depth == 1 else self.mesh.control_group
+
+
+for _name in names_of("methods"):
+    setattr(Engine, _name, ExtensionMethod(_name))
 
 
 def engine_of(module: nn.Module) -> Engine | None:

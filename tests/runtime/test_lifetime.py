@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import pydoc
 import weakref
 
 import pytest
@@ -69,6 +71,10 @@ def test_engines_list_the_methods_of_extensions() -> None:
     engine = fe.shard(torch.nn.Linear(2, 2))
     assert "clip_grad_norm_" in dir(engine)
     assert set(names_of("methods")) <= set(dir(engine))
+    assert "last_mean_loss" in pydoc.render_doc(fe.Engine)
+    assert inspect.getdoc(fe.Engine.describe) == inspect.getdoc(engine.describe) is not None
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'described'"):
+        engine.described()
 
 
 class Raises(nn.Linear):
