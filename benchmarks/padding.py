@@ -222,7 +222,7 @@ def below_target(rows: Sequence[Row], column: str, peer: str) -> Target:
         if row.padding(column) >= row.padding(peer)
     )
     note = f"in the other {len(others)}: at most {show(max(others))} %" if others else ""
-    text = f"{LABELS[column]} below {LABELS[peer]}, where {LABELS[peer]} pads"
+    text = f"{LABELS[column]} pad less than {LABELS[peer]}"
     return Target(text, len(tested), misses, note)
 
 

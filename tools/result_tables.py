@@ -286,9 +286,9 @@ def uneven_batches() -> str:
     columns = [f"error of the gradient, {found['ranks']} ranks"]
     columns += [f"{num} microbatch{'es' if num != '1' else ''} a step" for num in found["errors"]]
     step = (
-        "A step of a 10M GPT at level 3 with `mean_loss` takes "
-        f"{spread(found['step'])} of one with a mean, a forward within `engine.together()` "
-        f"{spread(found['together'])} of one without."
+        "With `mean_loss`, a step of a 10M GPT at level 3 takes "
+        f"{spread(found['step'])} of the time of a step with a plain mean; a forward within "
+        f"`engine.together()` takes {spread(found['together'])} of the time of one outside of it."
     )
     return f"{with_machine(table(columns, rows), 'uneven_batches')}\n{step}"
 
@@ -798,7 +798,7 @@ def replica_costs() -> str:
 def modules_left_out() -> str:
     found = results("modules_left_out")
     rows = [[way, spread(ratio)] for way, ratio in found["ratios"].items()]
-    columns = [f"step of a GPT of {found['model']}, {found['ranks']} ranks", "time over all blocks"]
+    columns = [f"step of a GPT of {found['model']}, {found['ranks']} ranks", "x all blocks"]
     return with_machine(table(columns, rows), "modules_left_out")
 
 
@@ -816,7 +816,7 @@ def modules_left_out_clock() -> str:
         for way, row in found["ways"].items()
     ]
     columns = [f"8B Llama, {' x '.join(map(str, found['ranks']))} x H100", "step ms"]
-    columns += ["over all blocks", "exposed gathers ms", "exposed reductions ms", "gathers"]
+    columns += ["x all blocks", "exposed gathers ms", "exposed reductions ms", "gathers"]
     return f"{table(columns, rows)}\n\nSimulated (`modules_left_out_clock_100us.json`)."
 
 
@@ -873,7 +873,7 @@ def modules_left_out_clock_cpu() -> str:
         for way, ratio in found["measured"].items()
         if way in found["predicted"]
     ]
-    columns = ["two gloo ranks, GPT of 10M", "predicted, over all blocks", "measured"]
+    columns = ["two gloo ranks, GPT of 10M", "predicted, x all blocks", "measured"]
     return with_machine(table(columns, rows), "modules_left_out_clock_cpu", "modules_left_out")
 
 
@@ -892,8 +892,8 @@ def simulated_gloo() -> str:
                 f"{row['ratio']['least']:.2f}",
             ]
         )
-    columns = ["pair, budget", "predicted ms", "measured ms (quartiles)", "predicted / median"]
-    columns += ["least ms", "predicted / least"]
+    columns = ["inner / outer level, budget", "predicted ms", "measured ms (quartiles)"]
+    columns += ["predicted / median", "least ms", "predicted / least"]
     correlation = found["rank correlation"]
     return with_machine(
         table(columns, rows)
@@ -1321,14 +1321,14 @@ def padding() -> str:
         for target in found["targets"]
     ]
     prices = "; ".join(
-        f"at {each['percent_per_buffer']:g} %, {each['mean_buffers_of_a_block']:.2f} buffers "
-        f"and {each['median_percent_of_a_block']:.3f} % of padding"
+        f"{each['mean_buffers_of_a_block']:.2f} buffers and "
+        f"{each['median_percent_of_a_block']:.3f} % at {each['percent_per_buffer']:g} %"
         for each in found["prices"]
     )
     return (
         table(["target", "cases met"], rows)
-        + "\n\nMean buffers and median padding of a block, with granules of rows, by the share of "
-        f"a unit that an extra buffer must save: {prices}."
+        + "\n\nBuffers of a block (mean) and its padding (median), if no row is divided, by the "
+        f"share of the unit that an extra buffer must save: {prices}."
     )
 
 
@@ -1726,8 +1726,8 @@ def missing_waits() -> str:
         "waits of a step",
         "implied by others",
         "without it: wrong weights",
-        "of these with only the source delayed",
-        "right weights in spite of delays",
+        "of these by the first patterns",
+        "not shown",
     )
     return with_machine(table(columns, rows), "missing_waits")
 
@@ -1833,7 +1833,7 @@ def gpu_fp8() -> str:
         "fp8 weights",
         "step ms",
         "x bf16",
-        "x fp8 with bf16 weights",
+        "x Transformer Engine, bf16 weights",
         "peak x bf16",
     ]
     return with_machine(table(columns, rows), "gpu")
