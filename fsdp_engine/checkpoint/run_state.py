@@ -52,7 +52,8 @@ def check_extra(extra: Mapping[str, Stateful] | None) -> dict[str, Stateful]:
         if not isinstance(name, str) or not isinstance(value, Stateful):
             raise TypeError(
                 f"extra[{name!r}]: expected a str as name, and an object with state_dict() and "
-                f"load_state_dict(); found a {type(name).__name__} and a {type(value).__name__}"
+                f"load_state_dict(); found a {type(name).__name__} and a {type(value).__name__}. "
+                "A subclass of dict with these methods can hold plain values"
             )
     return dict(extra)
 
