@@ -35,6 +35,7 @@ from rich.progress import (
 )
 
 from fsdp_engine.checkpoint import tables
+from fsdp_engine.checkpoint.averages import names_of_averages
 from fsdp_engine.checkpoint.directory import CheckpointDirectory
 from fsdp_engine.checkpoint.hugging_face import export_safetensors
 from fsdp_engine.checkpoint.inspection import compare, describe, matches, shared_bytes, tensor_bytes
@@ -167,7 +168,7 @@ def export(
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="bytes of tensors in one file")] = "5GB",
     averages: Annotated[
-        str | None, typer.Option(help="write the averages that extra has under this name")
+        str | None, typer.Option(help="write the averages at this name in extra, such as ema")
     ] = None,
     trust: TrustOption = False,
 ) -> None:
@@ -195,12 +196,11 @@ def export(
     files = sorted(directory.glob("*.safetensors"))
     size = sum(file.stat().st_size for file in files)
     typer.echo(f"{folder} -> {directory}: {counted(len(files), 'file')}, {format_bytes(size)}")
-    keys = checkpoint.saved.below(EXTRA_TENSORS)
-    others = sorted({key.split(".")[1] for key in keys})
-    if others and averages is None:
+    if averages is None and checkpoint.saved.below(EXTRA_TENSORS):
+        names = names_of_averages(checkpoint)
         typer.echo(
-            f"These are the trained weights. The checkpoint also has sharded tensors in extra, "
-            f"under {', '.join(others)}: --averages {others[0]} writes these"
+            "These are the trained weights. The checkpoint also has "
+            + (f"averages: --averages {names[0]} writes them" if names else "tensors in extra")
         )
 
 

@@ -34,7 +34,8 @@ def checkpoint_sources(
     Args:
         folder: The folder of a checkpoint in DCP format with keys ``model.<name>``.
         dtype: The written dtype of floating-point tensors. None: the dtype of each tensor.
-        buffer_bytes: Maximum number of bytes of a part.
+        buffer_bytes: Maximum number of bytes of a part that is read. (Averages that are not
+            sharded are in memory already, and are one part.)
         trust: Allow objects of any class, which may run arbitrary code.
         averages: A name in ``extra``: tensors of the model are replaced by their averages there.
 

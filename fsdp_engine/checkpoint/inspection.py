@@ -68,6 +68,9 @@ class GroupRow:
 class Summary(str):
     """A text in place of a value: its dtype and shape, its size, or why it cannot be read."""
 
+    def __repr__(self) -> str:
+        return str(self)
+
 
 @dataclasses.dataclass(frozen=True)
 class Description:
@@ -263,14 +266,15 @@ def _value(checkpoint: StoredCheckpoint, key: str) -> Any:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns ``value`` if JSON can represent it, otherwise a summary."""
+    """Returns ``value`` with a summary in place of each value that JSON cannot represent."""
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
         return value if math.isfinite(value) else Summary(value)
     if type(value) in (list, tuple):
-        items = [_as_json(each) for each in value]
-        return Summary(shorten(value)) if any(type(each) is Summary for each in items) else value
+        return type(value)(map(_as_json, value))
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(each) for key, each in value.items()}
     return Summary(shorten(value))
 
 

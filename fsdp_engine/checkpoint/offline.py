@@ -134,9 +134,10 @@ def step_of(folder: Path, manifest: Manifest | None) -> int | None:
     """
     if manifest is not None:
         return manifest.step
-    parent = folder.resolve().parent.name if folder.name == TRAINER_SUBFOLDER else ""
-    name = _TRAINER_FOLDER.fullmatch(parent)
-    return None if name is None else int(name[1])
+    folder = folder.resolve()
+    # In accelerate's names, "checkpoint_3", the number counts saves.
+    name = re.fullmatch(r"checkpoint-(\d+)", folder.parent.name)
+    return int(name[1]) if name is not None and folder.name == TRAINER_SUBFOLDER else None
 
 
 class StoredCheckpoint:

@@ -114,7 +114,8 @@ def foreach(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if not records and None not in found:
             if value is changed:
                 for tensor in value:
-                    check_change(func.__name__, tensor)
+                    if tensor.backref is not None:
+                        tensor.backref.prepare_change()
             return [t._local_tensor for t in value]
         local = []
         for tensor, mine, other in zip(value, found, first, strict=True):

@@ -5,7 +5,8 @@ that it has to gather the weights again. Collectives, and writes through NumPy, 
 do not increment it. When a slice is passed to one of these, it marks the weights as changed, and
 the next forward gathers them. All ranks must make the same calls, as for all writes: ranks that
 gathered different weights would wait for each other. A read by a function of torch marks nothing,
-so it may be made on one rank only.
+so it may be made on one rank only. ``storage()`` raises: slices of several parameters share a
+storage, from which ``save_pretrained`` of transformers would conclude that they are tied.
 
 The engine does not detect writes through an array or pointer that was made before the last forward;
 call ``engine.weights_changed()`` on all ranks after them.
@@ -23,11 +24,9 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, name_of
+from fsdp_engine.flat_dtensor.slices import Args, Function, Kwargs, name_of, storage_refusal
 
-_POINTERS = frozenset(
-    {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
-)
+_POINTERS = frozenset({"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage"})
 # Before 2.13, some of torch's collectives (broadcast) do not dispatch on the class of tensors.
 COLLECTIVES_DISPATCH = TorchVersion(torch.__version__) >= "2.13"
 # For each slice of main weights, a weak reference to the method that marks them as changed.
@@ -63,6 +62,8 @@ class GivenSlice(Tensor):
         cls, func: Function, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is Tensor.storage:
+            raise storage_refusal("storage", "this rank's slice of a sharded parameter")
         unseen = _writes_unseen.get(func)
         if unseen is None:
             is_collective = str(getattr(func, "__module__", "")).startswith("torch.distributed")

@@ -177,11 +177,8 @@ def refusal(
                 "shapes before shard()"
             )
     name = name_of(func)
-    if name in ("storage", "untyped_storage"):  # called by a model's own save_pretrained()
-        error = ValueError(
-            f"{name}: expected a full tensor; found {described}. To save the weights call "
-            "fe.save_pretrained(engine, folder) on all ranks, not model.save_pretrained(folder)"
-        )
+    if name in ("storage", "untyped_storage"):
+        error = storage_refusal(name, described)
     else:
         error = ValueError(
             f"{name}: {why}; expected an elementwise function of FlatDTensors of one slice and of "
@@ -190,6 +187,22 @@ def refusal(
         )
     setattr(error, _MARK, True)
     return error
+
+
+def storage_refusal(name: str, found: str) -> ValueError:
+    """Returns the error for a function that reads the storage of a sharded tensor.
+
+    A model's own ``save_pretrained`` calls such functions, to find tied weights.
+
+    Args:
+        name: The name of the function.
+        found: A description of the tensor.
+    """
+    return ValueError(
+        f"{name}: expected a full tensor, which .full_tensor() returns; found {found}. To save "
+        "weights call fe.save_pretrained(engine, folder) or fe.export_safetensors(engine, folder) "
+        "on all ranks, not model.save_pretrained(folder)"
+    )
 
 
 def refuses(error: ValueError) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from fsdp_engine.kernel_interface import allocator, find_module
 from fsdp_engine.planner.candidates import activations_of, check_checkpointing
 from fsdp_engine.planner.command_fields import PlanFields
@@ -128,7 +130,7 @@ class PlanOptions(PlanFields):
                 if each is not None:
                     check_count(name, each, f"{what} of 1 or more")
         self._check_global_batch()
-        if self.formulas and self.optimizer is not None:
+        if self.formulas and not self.has_state_of_adamw:
             raise ValueError(
                 "optimizer: expected None with formulas, which count the state of AdamW; found "
                 f"{self.optimizer!r}. fe.estimate(optimizer_bytes_per_element=...) counts others"
@@ -160,6 +162,11 @@ class PlanOptions(PlanFields):
                 "microbatches: expected 1, the default, with global_batch, which determines their "
                 f"number; found {self.microbatches}"
             )
+
+    @property
+    def has_state_of_adamw(self) -> bool:
+        """Whether the optimizer's state is that of AdamW, which formulas count."""
+        return self.optimizer is None or self.optimizer in (torch.optim.AdamW, torch.optim.Adam)
 
     @property
     def where(self) -> Machine:

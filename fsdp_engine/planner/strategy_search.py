@@ -173,7 +173,7 @@ class _Planning:
             if not error.needs_values or not self._data_parallel:
                 raise
             why = str(error)
-            if self._options.optimizer is not None:
+            if not self._options.has_state_of_adamw:
                 why += ". Formulas count the optimizer state of AdamW, not of the given optimizer"
             return self._by_formulas(why, replan)
 

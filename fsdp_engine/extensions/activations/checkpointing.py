@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -38,6 +38,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from fsdp_engine.callers import user_stacklevel
 from fsdp_engine.engine_extension import EngineExtension
 from fsdp_engine.units.assignment import UnitSelector
 from fsdp_engine.units.blocks import find_blocks
@@ -214,7 +215,7 @@ def checkpoint_units(
         )
     found = list(find_blocks(model, units).items())
     blocks = dict(found[how.every - 1 :: how.every])
-    _warn_of_other_checkpointing(blocks)
+    _warn_of_other_checkpointing(model, blocks)
     for module in blocks.values():
         if not isinstance(vars(module).get("forward"), CheckpointedForward):
             # Wrap a forward that the user has set on the instance, too. `setattr` is avoided, since
@@ -224,20 +225,23 @@ def checkpoint_units(
     return tuple(blocks)
 
 
-def _warn_of_other_checkpointing(blocks: Mapping[str, nn.Module]) -> None:
-    """Warn if blocks of ``transformers`` checkpoint their activations already."""
+def _warn_of_other_checkpointing(model: nn.Module, blocks: Collection[str]) -> None:
+    """Warn if ``transformers`` checkpoints the activations of blocks, or of modules in or around
+    them, already."""
     names = [
-        f"{name}.{below}".rstrip(".")
-        for name, block in blocks.items()
-        for below, module in block.named_modules()
+        name
+        for name, module in model.named_modules()
         if getattr(module, "gradient_checkpointing", False) is True
+        and any(each.__module__.startswith("transformers.") for each in type(module).__mro__)
+        and any(f"{one}.".startswith(f"{name}." if name else "") for one in blocks)
+        | any(f"{name}.".startswith(f"{one}.") for one in blocks)
     ]
     if names:
         warnings.warn(
-            f"{names[0]}: expected one kind of activation checkpointing; found that of "
-            f"transformers, too, in {len(names)} modules: backward would recompute them twice. "
-            "Call model.gradient_checkpointing_disable()",
-            stacklevel=2,
+            f"{names[0] or 'the model'}: expected one kind of activation checkpointing; found that "
+            f"of transformers, too, in {len(names)} modules: backward would recompute them twice. "
+            "Disable it in the model, or checkpointing= here",
+            stacklevel=user_stacklevel(),
         )
 
 

@@ -128,7 +128,7 @@ class AssignedValues:
         if not problem and value.shape != sharded.shape:
             problem = f"shape {tuple(value.shape)}. Change shapes before shard()"
         if not problem and not _can_take(sharded.dtype, value.dtype):
-            problem = f"{value.dtype}. Cast it, to round on purpose"
+            problem = f"{value.dtype}. Cast it to the parameter's dtype first"
         if problem:
             raise ValueError(
                 f"{place.name}: expected values of shape {tuple(sharded.shape)}, {sharded.dtype}, "

@@ -79,14 +79,11 @@ class AssignmentGuard(ParameterGuard):
 
     def start(self, hooked: Iterable[nn.Module]) -> None:
         """See the class. Makes copies of ``hooked`` modules raise errors, and, if the model is
-        sharded, ``DistributedDataParallel`` and ``save_pretrained`` of ``transformers``."""
+        sharded, ``DistributedDataParallel``."""
         for module in hooked:
             refuse_copies(module)
         if not all(buffer.is_plain for unit in self._units for buffer in unit.buffers):
             refuse_replicas(self._model)
-            for module in self._model.modules():
-                if hasattr(type(module), "save_pretrained"):
-                    refuse_save_pretrained(module)
 
     def check(self) -> None:
         """Take values that were assigned without torch's hooks.
@@ -295,27 +292,6 @@ def refuse_replicas(model: nn.Module) -> None:
     """Make ``torch.nn.parallel.DistributedDataParallel(model)`` raise RuntimeError: it would
     overwrite the shards of all ranks with those of one rank."""
     vars(model)["_ddp_params_and_buffers_to_ignore"] = _Unreplicated()
-
-
-def refuse_save_pretrained(module: nn.Module) -> None:
-    """Make ``module.save_pretrained(folder)`` raise RuntimeError while its parameters are sharded.
-
-    It writes on the ranks that call it, and cannot gather.
-    """
-    called = weakref.ref(module)
-
-    @functools.wraps(type(module).save_pretrained)  # type: ignore[attr-defined]
-    def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        module: Any = called()
-        is_sharded = any(isinstance(param, FlatDTensor) for param in module.parameters())
-        if is_sharded and kwargs.get("state_dict") is None:
-            raise RuntimeError(
-                f"save_pretrained: expected full weights; found a {type(module).__name__} whose "
-                "weights are sharded. Call fe.save_pretrained(engine, folder) on all ranks"
-            )
-        return type(module).save_pretrained(module, *args, **kwargs)
-
-    vars(module)["save_pretrained"] = save_pretrained
 
 
 def _refuse_deepcopy(memo: Any) -> Any:

@@ -313,11 +313,15 @@ def test_checkpointing_of_transformers_beside_that_of_the_engine_is_named() -> N
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2)
-    model = transformers.LlamaForCausalLM(config)
-    fe.checkpoint_units(model)
-    model.gradient_checkpointing_enable()
-    with pytest.warns(UserWarning, match=r"model\.layers\.0: expected one kind .* in 2 modules"):
-        fe.checkpoint_units(model)
+    model = nn.ModuleList([transformers.LlamaForCausalLM(config) for _ in range(2)])
+    fe.checkpoint_units(model, "0.model.layers.*")
+    model[1].gradient_checkpointing_enable()
+    fe.checkpoint_units(model, "0.model.layers.*")  # the other model's blocks
+    model[0].gradient_checkpointing_enable()
+    message = r"0\.model: expected one kind .* in 3 modules"  # the model and its two layers
+    with pytest.warns(UserWarning, match=message) as found:
+        fe.checkpoint_units(model, "0.model.layers.*")
+    assert found[0].filename == __file__
 
 
 class Cached(Block):

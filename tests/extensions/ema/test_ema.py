@@ -288,7 +288,7 @@ def save_with_averages(folder: str, level: str) -> None:
     ema = fe.EMA(engine, DECAY, average_buffers=True)
     with torch.no_grad():
         for value in (*model.parameters(), model["norm"].running_mean):
-            value.mul_(1.5)
+            value.mul_(1.5).add_(1)
     ema.update()
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     fe.Checkpointer(folder, engine, extra={"ema": ema, "other": other}).save(1)
@@ -308,13 +308,12 @@ def test_averages_are_exported_from_a_checkpoint(ranks: Ranks, tmp_path: Path, l
         assert found.exit_code == code, found.output
         return found.output
 
-    assert "under ema: --averages ema writes these" in export()
+    assert "also has averages: --averages ema writes them" in export()
     expected = load_file(tmp_path / "run" / "expected" / "model.safetensors")
     weights = load_file(tmp_path / "out" / "model.safetensors")
     differing = {name for name in expected if not torch.equal(expected[name], weights[name])}
-    changed = {"a.weight", "a.bias", "b.bias", "c.bias", "norm.weight", "norm.running_mean"}
-    assert differing <= changed
-    assert {"a.weight", "b.bias", "norm.weight"} <= differing
+    biases = {f"{name}.bias" for name in ("a", "b", "c", "norm")}
+    assert differing == {"a.weight", "norm.weight", "norm.running_mean", *biases}
     assert "also has" not in export("--averages", "ema")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert found.keys() == expected.keys()
@@ -322,7 +321,59 @@ def test_averages_are_exported_from_a_checkpoint(ranks: Ranks, tmp_path: Path, l
     assert "found 'mean', and the names there: 'ema', 'other'" in export(
         "--averages", "mean", code=2
     )
-    assert "found none in 'other'" in export("--averages", "other", code=2)
+    assert "found no tensors at 'other'" in export("--averages", "other", code=2)
+    export("--averages", "ema.shadow")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name for name in expected if not torch.equal(found[name], expected[name])} == {
+        "norm.running_mean"
+    }
+
+
+class State(dict[str, Any]):
+    state_dict, load_state_dict = dict.copy, dict.update
+
+
+def save_with_other_tensors(folder: str, kind: str) -> None:
+    model = nn.ModuleDict({name: nn.Linear(4, 4, bias=False) for name in "abc"})
+    model["c"].weight = model["a"].weight
+    engine = fe.shard(model, initial_values="rank0")
+    shadow = fe.EMA(engine).state_dict()["shadow"]
+    extra = {
+        "two": {"fast": shadow, "slow": {"b.weight": torch.zeros(4, 4)}},
+        "unknown": {"b.weight": shadow["b.weight"], "module.a.weight": torch.zeros(4, 4)},
+        "shape": {"b.weight": torch.zeros(4)},
+        "dtype": {"b.weight": torch.zeros(4, 4, dtype=torch.complex64)},
+        "alias": {"c.weight": torch.full((4, 4), 7.0)},
+    }[kind]
+    fe.Checkpointer(folder, engine, extra={"m.a": State(extra), "sharded": State(shadow)}).save(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    {
+        "two": r"found m\.a\.fast\.b\.weight and m\.a\.slow\.b\.weight for b\.weight",
+        "unknown": r"found m\.a\.module\.a\.weight, and no tensor module\.a\.weight of the model",
+        "shape": r"expected shape \(4, 4\), float32 for b\.weight.*found shape \(4,\)",
+        "dtype": "found .*complex64 at m.a.b.weight",
+        "alias": "",
+    }.items(),
+)
+def test_averages_are_not_guessed(ranks: Ranks, tmp_path: Path, kind: str, message: str) -> None:
+    ranks.run(save_with_other_tensors, str(tmp_path / "run"), kind, world_size=2)
+    (folder,) = (tmp_path / "run").glob("step-*")
+    if not message:
+        fe.export_safetensors(folder, tmp_path / "out", averages="m.a")
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        assert torch.equal(found["a.weight"], torch.full((4, 4), 7.0))
+        return
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        fe.export_safetensors(folder, tmp_path / "out", averages="m.a")
+    command = ["export", str(folder), str(tmp_path / "trained")]
+    output = CliRunner().invoke(cli.app, command, catch_exceptions=False).output
+    assert "also has averages: --averages sharded writes them" in output
+    fe.export_safetensors(
+        folder, tmp_path / "out", averages="m.a.fast" if kind == "two" else "sharded"
+    )
 
 
 @on_ranks(2)
