@@ -162,9 +162,11 @@ class Engine:
             placement.start(self)
         add_step_listener(self)
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...  # a method of an extension
+    def __getattr__(self, name: str) -> Any:
+        """Raises AttributeError. (For type checkers, this declares the methods of extensions.)"""
+        is_of_module = hasattr(nn.Module, name) or name in ("module", "backward", "step")
+        advice = ". fe.shard changes the model in place: use the model for this" * is_of_module
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     def __repr__(self) -> str:
         ranks = f"{self.mesh.outer.size} x {self.mesh.inner.size} ranks"
@@ -189,20 +191,26 @@ class Engine:
         loaded into them yet or because a load failed half way."""
         from fsdp_engine.runtime.missing_values import MissingValues
 
-        return MissingValues(self.model)
+        return MissingValues(self.model, self._check_load)
+
+    def _check_load(self, *args: object) -> None:
+        """Check that a load replaces the trained weights, and not others in their place."""
+        self.check_trained_weights("load of weights")
 
     @contextmanager
     def hold_other_weights(self, weights: str) -> Iterator[None]:
-        """Returns a context within which :meth:`check_trained_weights` raises, because the model
-        holds other weights than the trained ones. For extensions that swap the weights.
+        """Returns a context within which :meth:`check_trained_weights` and loads raise, because the
+        model holds other weights than the trained ones. For extensions that swap the weights.
 
         Args:
             weights: A description of these weights, for messages.
         """
         before, self._other_weights = self._other_weights, weights
+        hook = self.model.register_load_state_dict_pre_hook(self._check_load)
         try:
             yield
         finally:
+            hook.remove()
             self._other_weights = before
 
     def check_sharded(self, what: str) -> None:

@@ -10,7 +10,7 @@ block or a failing disk is detected only while reading.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,12 @@ class MissingValues:
 
     Args:
         model: The sharded model.
+        check_load: Function that is called before a load; it raises if loads are not allowed.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, check_load: Callable[[], None]) -> None:
         self._model = model
+        self._check_load = check_load
         self._keys: set[Hashable] = set()
         self._message = ""
         self._handles: list[RemovableHandle] = []
@@ -69,7 +71,11 @@ class MissingValues:
         Args:
             keys: Names in ``model.state_dict()``, or other hashable keys for state outside of the
                 model.
+
+        Raises:
+            RuntimeError: The model holds other weights than the trained ones.
         """
+        self._check_load()
         replaced = set(keys)
         before, message = self._keys, self._message
         self._mark(set(), "")

@@ -37,7 +37,11 @@ from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.options import Options
 from fsdp_engine.strategies import Axis, Role
 from fsdp_engine.units.assignment import UnitSelector
-from fsdp_engine.units.installing import install_where_complete, watch_reads
+from fsdp_engine.units.installing import (
+    install_where_complete,
+    mark_as_replaced,
+    watch_reads,
+)
 from fsdp_engine.units.plan import (
     AxisPlan,
     AxisPlans,
@@ -378,6 +382,7 @@ def build_unit(
     for buffer in buffers:
         for record in buffer.records:
             _OWNED.update(module for module, _ in record.holders)
+            mark_as_replaced(record.param, record.name)
             del record.param
     return buffers
 

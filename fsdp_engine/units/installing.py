@@ -27,6 +27,38 @@ def list_flat_weights(module: nn.RNNBase) -> None:
     module._flat_weight_refs = [None if each is None else weakref.ref(each) for each in weights]
 
 
+class ReplacedParameter(nn.Parameter):
+    """A user's parameter that ``shard`` has replaced by a sharded one.
+
+    A list that was made before ``shard`` still has it. It never gets a gradient, so an optimizer of
+    it would train nothing, and ``clip_grad_norm_`` would clip nothing.
+    """
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Raises RuntimeError."""
+        raise self._error()
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        raise self._error()
+
+    def _error(self) -> RuntimeError:
+        name = vars(self).get("name_in_model", "a parameter")
+        return RuntimeError(
+            f"gradient of {name}: expected a parameter of the sharded model; found the one that "
+            "shard() has replaced, which gets no gradients. Collect parameters and param groups "
+            "from model.parameters() after shard()"
+        )
+
+
+def mark_as_replaced(param: nn.Parameter, name: str) -> None:
+    """Make reads of the gradient of ``param``, the user's parameter ``name``, raise."""
+    if type(param) is nn.Parameter:
+        param.name_in_model = name  # type: ignore[attr-defined]
+        param.__class__ = ReplacedParameter
+
+
 def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:
     """Returns the modules that hold parameters of ``buffers``, each once."""
     holders = (holder for b in buffers for record in b.records for holder in record.holders)

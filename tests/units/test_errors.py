@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Replicate, Shard
@@ -173,6 +174,51 @@ def test_an_optimizer_built_before_sharding_is_refused() -> None:
     del optimizer
     gc.collect()  # the error's frames still refer to the optimizer
     assert_still_trains(model)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_parameters_that_were_collected_before_sharding_are_not_trained_in_silence(
+    level: str,
+) -> None:
+    model = Transformer(num_blocks=1)
+    collected = list(model.parameters())
+    before = [param.detach().clone() for param in collected]
+    engine = fe.shard(model, strategy=level, initial_values="rank0")
+    groups = [{"params": collected[:2]}, {"params": collected[2:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    batch = token_batch(2, 0)
+    model(*batch).backward()
+    for use in (
+        optimizer.step,
+        optimizer.zero_grad,
+        lambda: nn.utils.clip_grad_norm_(collected, 1.0),
+        lambda: fe.shard_optimizer(optimizer).step(),
+        lambda: setattr(collected[0], "grad", torch.zeros_like(collected[0])),
+    ):
+        message = r"gradient of embedding\.weight: expected a parameter of the sharded model"
+        with pytest.raises(RuntimeError, match=message):
+            use()
+    engine.zero_grad_buffer()
+    # Their values can be read.
+    for param, value in zip(collected, before, strict=True):
+        assert param.shape == value.shape
+        assert type(copy.deepcopy(param.detach())) is Tensor
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(*batch).backward()
+    kept = engine.full_state_dict()
+    optimizer.step()
+    assert all(not torch.equal(engine.full_tensor(name), kept[name]) for name in kept)
+
+
+@on_ranks(1)
+def test_an_engine_that_is_used_as_the_model_names_the_model() -> None:
+    engine = fe.shard(nn.Linear(2, 2))
+    for name in ("parameters", "state_dict", "train", "module"):
+        with pytest.raises(AttributeError, match=f"{name!r}. fe.shard changes the model in place"):
+            getattr(engine, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'paramters'$"):
+        engine.paramters()
 
 
 def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:

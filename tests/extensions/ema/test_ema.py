@@ -21,6 +21,7 @@ from fsdp_engine.checkpoint import cli
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.strategies import LEVELS
 from tests import reference
+from tests.checkpoint.scene import shared_folder
 from tests.models import DIM, Chain, Normalised, lora_model, odd_model, vector_batch
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.reference import full_weights
@@ -271,6 +272,35 @@ def test_averages_are_swapped_outside_of_unsharded_only() -> None:
                     call()
         for name, value in engine.full_state_dict().items():
             assert torch.equal(value, trained[name])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_loads_of_weights_are_refused_while_the_model_has_the_averages(level: str) -> None:
+    model, engine, optimizer = build(odd_model, {"strategy": level})
+    ema = fe.EMA(engine, DECAY)
+    folder = shared_folder()
+    checkpointer = fe.Checkpointer(folder, engine, optimizer)
+    checkpointer.save(1)
+    fe.export_safetensors(engine, f"{folder}/weights")
+    step(model, optimizer, 0)
+    ema.update()
+    before = trained(model)
+    momenta = [reference.full(each["exp_avg"]).clone() for each in optimizer.state.values()]
+    state = engine.full_state_dict()
+    with ema.swapped():
+        for load in (
+            checkpointer.load,
+            partial(model.load_state_dict, state),
+            partial(fe.load_safetensors, engine, f"{folder}/weights"),
+        ):
+            with pytest.raises(RuntimeError, match=r"load of weights: expected the trained weigh"):
+                load()
+    assert all(torch.equal(value, before[name]) for name, value in trained(model).items())
+    for values, momentum in zip(optimizer.state.values(), momenta, strict=True):
+        assert torch.equal(reference.full(values["exp_avg"]), momentum)
+    checkpointer.load()
+    checkpointer.close()
 
 
 def tied() -> nn.Module:
