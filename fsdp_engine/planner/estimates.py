@@ -52,6 +52,7 @@ from fsdp_engine.kernel_interface import (
 from fsdp_engine.planner.simulation.ranks import SimulatedBackend
 from fsdp_engine.planner.simulation.simulation_error import check_count, check_type
 from fsdp_engine.planner.state_places import DISK, StatePlaces, offload_module, places_among
+from fsdp_engine.terminal import counted, format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -303,6 +304,29 @@ class Estimate:
         """Upper bound of the peak in a step, without activations. The peaks of full parameters and
         of staging may occur at different times."""
         return self.rest_bytes + self.full_bytes + self.staging_bytes
+
+    def __str__(self) -> str:
+        levels = f"{self.strategy.inner.name} on {counted(self.inner_size, 'rank')}"
+        if self.outer_size > 1:
+            levels += f", {self.strategy.outer.name} over {self.outer_size} groups of them"
+        held = {
+            "weights": self.weight_bytes,
+            "gradients": self.grad_bytes,
+            "optimizer state": self.optimizer_bytes,
+            "full parameters": self.full_bytes,
+            "staging": self.staging_bytes,
+            **{f"on the {place}": size for place, size in self.elsewhere.items()},
+        }
+        sent = {"inner": self.inner_traffic_bytes}
+        if self.outer_size > 1:
+            sent["outer"] = self.outer_traffic_bytes
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in held.items())
+        sends = ", ".join(f"{format_bytes(size)} ({axis} axis)" for axis, size in sent.items())
+        return (
+            f"{format_count(self.num_elements)} parameters, {levels}: at most "
+            f"{format_bytes(self.peak_bytes)} of a rank, without activations ({parts}); sent per "
+            f"step: {sends}"
+        )
 
 
 def estimate(

@@ -91,6 +91,7 @@ class Setting:
         more_degrees: Whether tensor parallelism was not tried, although the model has a plan for
             it.
         more_contexts: Whether context parallelism was not tried, although the machine can run it.
+        dtype: The dtype in which most elements compute, such as "bfloat16"; empty: unknown.
     """
 
     model: str
@@ -109,6 +110,7 @@ class Setting:
     is_compiled: bool = False
     more_degrees: bool = False
     more_contexts: bool = False
+    dtype: str = ""
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -46,7 +46,8 @@ def plan_table(setting: Setting, outcomes: Sequence[Outcome], width: int | None 
 def plan_title(setting: Setting) -> str:
     """Returns the title: model, ranks and machine."""
     return (
-        f"{setting.model}, {terminal.format_count(setting.num_elements)} parameters, on "
+        f"{setting.model}, {terminal.format_count(setting.num_elements)} parameters"
+        f"{' in ' * bool(setting.dtype)}{setting.dtype}, on "
         f"{setting.world_size:,} ranks of {setting.machine}; {_step_text(setting)}"
         + ", blocks compiled"
         * setting.is_compiled

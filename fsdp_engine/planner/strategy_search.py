@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_engine.kernel_interface import Options
@@ -134,6 +136,7 @@ class _Planning:
             is_compiled=options.compile,
             more_degrees=degrees == [1] and others != [],
             more_contexts=options.context_parallel == 1 and options.where.host_runs_ahead,
+            dtype=_compute_dtype(model, options.shard.get("mp_policy")),
         )
         if self._search is not None:
             batch = self._search.batch_of(first)
@@ -396,6 +399,22 @@ class _Planning:
         return [
             each for each in tried if not may_be_refused(each) or is_allowed(_in_formulas(each))
         ]
+
+
+def _compute_dtype(model: nn.Module, policy: Any) -> str:
+    """Returns the name of the dtype in which most of the model's elements compute.
+
+    Args:
+        model: The model, on any device.
+        policy: The ``MixedPrecisionPolicy`` of the job, or None.
+    """
+    counts: Counter[torch.dtype] = Counter()
+    for param in model.parameters():
+        counts[param.dtype] += param.numel()
+    dtypes = [each for each, _ in counts.most_common(1)]
+    if policy is not None and policy.param_dtype is not None:
+        dtypes = [policy.param_dtype]
+    return str(dtypes[0]).removeprefix("torch.") if dtypes else ""
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:

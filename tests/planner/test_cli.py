@@ -177,7 +177,7 @@ def test_with_a_batch_every_strategy_is_simulated(folder: Path) -> None:
     )
     table = cells(output)
     assert sorted(row[0] for row in table) == sorted(LEVELS)
-    assert "Words, 4.16k parameters, on 16 ranks of 8 x H100" in output
+    assert "Words, 4.16k parameters in float32, on 16 ranks of 8 x H100" in output
     assert "Use " in output
     assert "Bottleneck: " in output
     assert "plan.svg" in {path.name for path in folder.iterdir()}

@@ -264,3 +264,16 @@ def test_a_model_on_the_meta_device_is_planned_for_thousands_of_ranks() -> None:
     assert each.rest_bytes == (each.num_elements + each.padding) * 16 // 4096
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_an_estimate_is_printed_in_one_sentence() -> None:
+    found = fe.estimate(1 << 20, world_size=8, outer_size=2, num_units=1, outer_strategy="optim")
+    assert str(found) == (
+        "1.05M parameters, optim_grads_params on 4 ranks, optim over 2 groups of them: at most "
+        "11.0 MiB of a rank, without activations (weights 1.0 MiB, gradients 1.0 MiB, optimizer "
+        "state 1.0 MiB, full parameters 4.0 MiB, staging 4.0 MiB); sent per step: 6.0 MiB (inner "
+        "axis), 1.0 MiB (outer axis)"
+    )
+    one_axis = str(fe.estimate(1 << 20, world_size=8))
+    assert "optim_grads_params on 8 ranks: at most" in one_axis
+    assert "outer" not in one_axis
