@@ -30,33 +30,44 @@ def list_flat_weights(module: nn.RNNBase) -> None:
 class ReplacedParameter(nn.Parameter):
     """A user's parameter that ``shard`` has replaced by a sharded one.
 
-    A list that was made before ``shard`` still has it. It never gets a gradient, so an optimizer of
-    it would train nothing, and ``clip_grad_norm_`` would clip nothing.
+    A list that was made before ``shard`` still has it. An optimizer of this list would train
+    nothing, ``clip_grad_norm_`` would clip nothing, and a forward would read old values.
     """
 
     @property
     def grad(self) -> Tensor | None:
         """Raises RuntimeError."""
-        raise self._error()
+        raise self._error(
+            "Collect parameters and param groups from model.parameters() after shard()"
+        )
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        raise self._error()
+        raise self._error("Set the gradient of the parameter in model.parameters()")
 
-    def _error(self) -> RuntimeError:
+    def refuse_gradient(self) -> None:
+        """Called when autograd has computed a gradient of this parameter. Raises RuntimeError."""
+        raise self._error(
+            "The forward has read it from a list or another object that is no module: read it "
+            "from the module that owns it"
+        )
+
+    def _error(self, advice: str) -> RuntimeError:
         name = vars(self).get("name_in_model", "a parameter")
         return RuntimeError(
             f"gradient of {name}: expected a parameter of the sharded model; found the one that "
-            "shard() has replaced, which gets no gradients. Collect parameters and param groups "
-            "from model.parameters() after shard()"
+            f"shard() has replaced, which is not trained. {advice}"
         )
 
 
 def mark_as_replaced(param: nn.Parameter, name: str) -> None:
-    """Make reads of the gradient of ``param``, the user's parameter ``name``, raise."""
-    if type(param) is nn.Parameter:
-        param.name_in_model = name  # type: ignore[attr-defined]
-        param.__class__ = ReplacedParameter
+    """Make uses of the gradient of ``param``, the user's parameter ``name``, raise RuntimeError."""
+    if type(param) is not nn.Parameter:
+        return
+    param.name_in_model = name  # type: ignore[attr-defined]
+    param.__class__ = ReplacedParameter
+    if param.requires_grad:
+        param.register_post_accumulate_grad_hook(ReplacedParameter.refuse_gradient)
 
 
 def holders(buffers: Sequence[ParamAndGradBuffer]) -> list[nn.Module]:

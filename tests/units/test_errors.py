@@ -211,6 +211,37 @@ def test_parameters_that_were_collected_before_sharding_are_not_trained_in_silen
     assert all(not torch.equal(engine.full_tensor(name), kept[name]) for name in kept)
 
 
+class Listing(nn.Module):
+    """Reads a weight from a list, which ``shard`` does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weights = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(nn.functional.linear(x, self.weights[0])).sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@on_ranks(2)
+def test_a_parameter_that_is_read_from_a_list_is_not_trained_in_silence(level: str) -> None:
+    model = Listing()
+    engine = fe.shard(model, strategy=level, initial_values="rank0")
+    message = r"gradient of linear\.weight: expected a parameter of the sharded model.*from a list"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"(?s){message}"):
+            model(torch.ones(2, 4)).backward()
+        engine.reset()
+    model.weights = [model.linear.weight]
+    with torch.no_grad():
+        model(torch.ones(2, 4))
+    frozen = Listing()
+    frozen.linear.weight.requires_grad_(False)
+    fe.shard(frozen, strategy=level, initial_values="rank0")
+    frozen(torch.ones(2, 4)).backward()
+
+
 @on_ranks(1)
 def test_an_engine_that_is_used_as_the_model_names_the_model() -> None:
     engine = fe.shard(nn.Linear(2, 2))
