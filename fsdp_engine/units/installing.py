@@ -37,9 +37,7 @@ class ReplacedParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:
         """Raises RuntimeError."""
-        raise self._error(
-            "Collect parameters and param groups from model.parameters() after shard()"
-        )
+        raise self._error("Collect parameters and groups from model.parameters() after shard()")
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -47,6 +45,7 @@ class ReplacedParameter(nn.Parameter):
 
     def refuse_gradient(self) -> None:
         """Called when autograd has computed a gradient of this parameter. Raises RuntimeError."""
+        Tensor.grad.__set__(self, None)  # type: ignore[attr-defined]
         raise self._error(
             "The forward has read it from a list or another object that is no module: read it "
             "from the module that owns it"
