@@ -45,7 +45,7 @@ class ReplacedParameter(nn.Parameter):
 
     def refuse_gradient(self) -> None:
         """Called when autograd has computed a gradient of this parameter. Raises RuntimeError."""
-        Tensor.grad.__set__(self, None)  # type: ignore[attr-defined]
+        Tensor.grad.__set__(self, None)  # type: ignore[union-attr]
         raise self._error(
             "The forward has read it from a list or another object that is no module: read it "
             "from the module that owns it"
