@@ -6,8 +6,8 @@ in what they run.
 
 If the host runs ahead of the device (:class:`DeviceClock`), only messages delay the host.
 Operations are recorded with their dependencies, and their times are determined when all ranks have
-issued a step. A collective begins on all of its ranks when the last of them has reached it. If the
-host computes itself (:class:`HostClock`), it waits for the other threads as training would.
+issued a step. A collective begins on all of its ranks when the last of them has reached it. If
+ranks compute on the host (:class:`HostClock`), a thread waits for the others as in training.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class StepCosts:
         exposed: Seconds for which compute waits, by (lane, phase).
         compute: Seconds of compute.
         num_gathers: Number of gathers that communicate.
-        num_rounds: Number of messages of rounds.
+        num_rounds: Number of messages in which ranks exchange the units that they need next.
     """
 
     exposed: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))

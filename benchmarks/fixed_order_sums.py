@@ -2,12 +2,12 @@
 
     python benchmarks/fixed_order_sums.py [--steps 100] [--rounds 6] [--ways "AdamW, bf16" ...]
 
-A GPT with dropout trains on random numbers. A step has 24 leaves of two sequences, and gradients
-are clipped. The first part compares hashes of weights, optimizer state and norms after ``--steps``
-steps; each run resumes half way from a checkpoint of another number of ranks. In bf16 two levels
-are compared, in fp32 all. Results of ways that are not in ``--ways`` stay in the file. The second
-part times a step on two ranks beside one of the plain engine with the same microbatches, and finds
-the peaks of the engine's memory and gradients.
+A GPT with dropout trains on random numbers. A step has 24 microbatches of two sequences (the leaves
+of the tree of sums), and gradients are clipped. The first part compares hashes of weights,
+optimizer state and norms after ``--steps`` steps; each run resumes half way from a checkpoint of
+another number of ranks. In bf16 two levels are compared, in fp32 all. Results of ways that are not
+in ``--ways`` stay in the file. The second part times a step on two ranks beside one of the plain
+engine with the same microbatches, and finds the peak memory of engine and gradients together.
 """
 
 from __future__ import annotations

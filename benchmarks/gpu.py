@@ -221,7 +221,7 @@ def timing_section(num_ranks: int, rounds: int, out: Path, *, larger: bool, capt
 
 
 def fp8_section(name: str, rounds: int, out: Path) -> None:
-    """Measure each level, with its engines together."""
+    """Measure the levels one after another, the engines of a level alternately."""
     is_native = name == "fp8, native"
     if not is_native and (reason := _gpu_fp8.why_not()):
         out.write_text(json.dumps({"skipped": reason}))

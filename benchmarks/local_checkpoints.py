@@ -3,10 +3,10 @@
     python benchmarks/local_checkpoints.py [--rounds 10] [--model 85M]
 
 Two ranks at level 3, each a node with a folder of its own in ``/dev/shm``, on one machine. Each
-round measures the seconds that training waits for a save, until the save is complete, and to load
-it. A load uses the files of both nodes, or follows the loss of one node's folder, whose files then
-come from the other node. "disk" is ``Checkpointer`` in a temporary folder. A step beside a save in
-the background is compared with one without.
+round measures for how long a save blocks training, how long a complete save takes, and how long a
+load takes. A load uses the files of both nodes, or follows the loss of one node's folder, whose
+files then come from the other node. "disk" is ``Checkpointer`` in a temporary folder. A step beside
+a save in the background is compared with one without.
 """
 
 from __future__ import annotations

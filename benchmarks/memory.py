@@ -338,7 +338,7 @@ def formula(level_name: str, num_elements: int, is_mixed: bool) -> int:
     Args:
         level_name: the inner level.
         num_elements: with padding.
-        is_mixed: bf16 compute weights and fp32 main weights; else fp32 is both.
+        is_mixed: Whether compute weights are bf16 and main weights fp32. Otherwise both are fp32.
     """
     level = LEVELS[level_name]
     held = {role: num_elements * level.fraction(role, NUM_RANKS) for role in Role}

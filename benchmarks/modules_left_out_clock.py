@@ -16,7 +16,7 @@ does.
 "all blocks" is a step without ``engine.together()``; it is also the step of ranks that run the
 blocks that they could leave out ("dummy passes"). Within "10 % left out" each rank leaves out each
 block with probability 0.1, drawn anew by each rank in each step. In "at once", a unit is gathered
-as soon as one rank needs it; the engine waits for other ranks that will need it soon.
+as soon as one rank needs it; else the engine also waits for ranks that will need the unit soon.
 """
 
 from __future__ import annotations

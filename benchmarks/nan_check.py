@@ -4,8 +4,8 @@
 
 Two gloo ranks and the 10M GPT of ``step_time.py``. Processor time of rank 0 is measured instead of
 wall time, to reduce the influence of other programs. "passes" is the time of the check of all
-gradients, divided by the time to read their memory once (``torch.sum``). On a CPU "the
-closer look" runs only after "the check" has found something; on other devices it always runs.
+gradients, divided by the time to read their memory once (``torch.sum``). On a CPU "the check of
+single parameters" runs only after "the check" has found something; on other devices it runs alone.
 """
 
 from __future__ import annotations

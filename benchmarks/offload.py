@@ -252,7 +252,7 @@ class DataSize:
 def train(
     config: GPTConfig, offload: fe.Offload | None, num_steps: int, cap: int | None
 ) -> dict[str, Any]:
-    """Train under a cap on this rank's memory above that at the start."""
+    """Train; ``cap`` limits the memory that this rank allocates after its start."""
     dist.barrier()  # establishes connections, whose memory is then excluded
     reset_peak()
     start, start_data = resident("VmRSS"), resident("VmData")

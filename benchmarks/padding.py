@@ -2,7 +2,7 @@
 
     python benchmarks/padding.py
 
-prints one table and the targets, and writes ``benchmarks/results/padding.json``. No weights are
+It prints one table and the targets, and writes ``benchmarks/results/padding.json``. No weights are
 allocated: a unit is a list of shapes, planned as in the engine, with all ranks on the inner axis.
 
 Columns, as percent of a model's elements:
@@ -38,7 +38,7 @@ WORLDS = tuple(8 * 2**power for power in range(10))
 BLOCK_ROWS = 128
 RESULTS = Path(__file__).parent / "results" / "padding.json"
 DEFAULT_TARGET_PERCENT = 0.1
-DEFAULT_TARGET_SHARD = 64 * 1024  # elements of a unit's shard from which the target holds
+DEFAULT_TARGET_SHARD = 64 * 1024  # elements: units with smaller shards have no target
 
 Granule = Callable[[tuple[int, ...]], int]
 Prices = list[dict[str, float]]
@@ -354,7 +354,7 @@ def print_report(
             console.print(f"  ({target.note})")
         for miss in target.misses:
             console.print(f"  {miss}", highlight=False)
-    console.print("\nThe most frequent block in rows, by the price of an extra buffer:")
+    console.print("\nThe most frequent block with row granules, by the price of an extra buffer:")
     for price in prices:
         console.print(
             f"  {price['percent_per_buffer']:g} %: {price['mean_buffers_of_a_block']:.2f} buffers "

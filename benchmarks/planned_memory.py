@@ -56,7 +56,7 @@ def measure_level(config: GPTConfig, level: str, name: str) -> dict[str, Any]:
     budget = {"default": None, "one unit ahead": 1, "nothing ahead": 0}[name]
     policy = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16, grad_comm_dtype=torch.bfloat16)
     for planned in (False, True):
-        gc.collect()  # the last engine
+        gc.collect()  # frees the previous engine
         torch.manual_seed(0)
         model = GPT(config)
         engine = fe.shard(

@@ -2,9 +2,9 @@
 
     python benchmarks/planner_compiled.py                   # half a minute
 
-The jobs of ``planner_published.py`` that were published with ``torch.compile`` of each block beside
-the same ones without it: torchtitan's Llama 3.1 8B. Each is planned without and with compiled
-blocks. A plausibility check, as there; nothing was fitted.
+The jobs of ``planner_published.py`` that were published both without and with ``torch.compile`` of
+each block: torchtitan's Llama 3.1 8B. Each is planned in both ways. A plausibility check, as there;
+nothing was fitted.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ with all of a unit recomputed: the third step with AdamW. The measured value inc
 storage after every operation, by a dispatch mode that is independent of the engine
 (``live_storages.py``), on the rank with the larger peak. The planned value is from
 the same step with fake tensors on a machine whose host computes. Target: at most 3 % too high, and
-at most 0.01 % too low, for tensors of single elements that the plan does not include.
+at most 0.01 % too low, since plans do not include some tensors of single elements.
 ``planner_heldout.py`` is the same for eleven other models.
 """
 

@@ -11,8 +11,8 @@ had been chosen.
 The report states schedules, local batch and ranks. Other options are torchtitan's defaults:
 
 - 8 microbatches of four sequences, as many as a pipeline has ranks. Since pull request 781 of
-  2025-01-07, after the report's commit, the default is the number of stages, 16 of two sequences
-  for the interleaved schedule, which has two stages a rank. This is the third row.
+  2025-01-07, after the report's commit, the default is as many as there are stages. The interleaved
+  schedule, with two stages a rank, then has 16 microbatches of two sequences: the third row.
 - The first and the last stage have fewer layers than the others (``generate_split_points`` in
   ``torchtitan/parallelisms/pipelining_utils.py``).
 - Parameters are gathered once a step, and gradients are reduced once: FSDP does not reshard after

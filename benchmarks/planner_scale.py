@@ -12,8 +12,8 @@ one thread. Reported are wall and processor time, without imports, and the peak 
 processor time depends less on other programs.
 
 Rows are simulated one after the other and share a cache of operations
-([Note: Operation cache], ``simulation/operations.py``). ``--afresh`` disables the cache for
-comparison, in every ninth row. Results of models that were not run are kept in the file.
+([Note: Operation cache], ``simulation/operations.py``). ``--afresh`` simulates every ninth row
+without the cache, for comparison. Results of models that were not run are kept in the file.
 
 ``--quick`` is ``fe.plan(quick=True)`` of the three, and of a 405B Llama on 16,384 ranks with 8,192
 tokens each ("The Llama 3 Herd of Models", 2024, table 3: 126 layers, width 16,384, feed-forward
@@ -314,7 +314,7 @@ def main() -> None:
     """Run, print a table, write results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="a part of a model's name")
-    parser.add_argument("--afresh", action="store_true", help="no operation cache; every ninth row")
+    parser.add_argument("--afresh", action="store_true", help="every ninth row, without the cache")
     parser.add_argument("--quick", action="store_true", help="quick plans, also of 405B")
     parser.add_argument("--in-process", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -3,10 +3,9 @@
     python benchmarks/pretrained.py              # a 1 GB Llama on 2 and 4 gloo ranks, some minutes
     python benchmarks/pretrained.py --layers 4   # a smaller one
 
-Level 3, fp32. Every variant runs in its own processes, alternately. Reported are the peak of
-resident memory of a rank, in addition to that after imports (including mapped pages of files), and
-the wall time from a folder to a sharded model. Files are in the page cache, which a first run
-fills.
+Level 3, fp32. Every variant runs in its own processes, alternately. Reported are the growth of a
+rank's resident memory from after imports to its peak (including mapped pages of files), and the
+wall time from a folder to a sharded model. Files are in the page cache, which a first run fills.
 
     load_pretrained     built on meta, sharded, each rank reads the bytes of its slices
     from_pretrained     every rank reads all of it, then shards

@@ -3,10 +3,10 @@
     python benchmarks/quantized_reduction.py [--rounds 8]
 
 The GPT of 10M of ``step_time.py``, fp32 weights, replicated by two ranks on the outer axis; AdamW.
-The link is emulated: messages are sent one after the other, and each takes its bytes over the
-bandwidth of the table. Meanwhile ranks sleep or compute. Sums are an all-reduce in fp32 or in bf16,
-or those of ``fe.QuantizedReduction``. "Encoding" is the processor time of a rank to encode and
-decode one million fp32 elements, sent to one rank and received from one.
+The link is emulated: messages are sent one after the other, and the time of each is its size
+divided by the table's bandwidth. Meanwhile ranks sleep or compute. Sums are an all-reduce in fp32
+or in bf16, or those of ``fe.QuantizedReduction``. "Encoding" is the processor time of a rank to
+encode and decode one million fp32 elements, sent to one rank and received from one.
 """
 
 from __future__ import annotations

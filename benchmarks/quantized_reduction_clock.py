@@ -2,10 +2,10 @@
 
     python benchmarks/quantized_reduction_clock.py
 
-64 H100 in 8 nodes, 4,096 tokens a rank, bf16 parameters, fp32 main weights, AdamW, no recomputation
-of 8B; 400, 100 and 25 Gb/s a GPU between nodes. An 8B Llama is replicated by each node, which
-shards it (HSDP). A 70B Llama would not fit so: its optimizer state is sharded over all ranks, and
-its blocks are recomputed. Sums between nodes are sent as the row says. Sums within a node are sent
+64 H100 in 8 nodes, 4,096 tokens a rank, bf16 parameters, fp32 main weights, AdamW; 400, 100 and 25
+Gb/s a GPU between nodes. An 8B Llama is replicated by each node, which shards it (HSDP), and is not
+recomputed. A 70B Llama would not fit so: its optimizer state is sharded over all ranks, and its
+blocks are recomputed. Sums between nodes are sent as the row says. Sums within a node are sent
 in bf16, except in the first row. Encoding and decoding take the time of their operations, none of
 them fused.
 """

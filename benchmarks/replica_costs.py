@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=SIZES, default="10M")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 3], help="a replica")
+    parser.add_argument("--microbatches", type=int, nargs="+", default=[2, 3], help="of a replica")
     args = parser.parse_args()
     record: dict[str, Any] = {"size": args.size, "rounds": args.rounds, "steps": {}}
     for num_own in args.microbatches:

@@ -175,7 +175,7 @@ def main() -> None:
             for name, each in ways.items()
         ]
         columns = ["way", "GB/s", f"/ {PLAIN}", f"/ {FRESH}", "memory of sender", "of receiver"]
-        harness.print_table(f"{pairs} pairs; memory in states", columns, rows)
+        harness.print_table(f"{pairs} pairs; memory over the size of the state", columns, rows)
         record[str(pairs)] = ways
     harness.write_results("replica_healing", record)
 

@@ -78,7 +78,7 @@ def full(param: nn.Parameter) -> Tensor:
 
 
 def mean_of_means(model: nn.Module, micro: list[tuple[Tensor, Tensor]]) -> None:
-    """Run backward of each microbatch's mean over their number, as tutorials do."""
+    """Run backward of each microbatch's mean, divided by the number of microbatches."""
     for batch in micro:
         (loss_of(model, batch, "mean") / len(micro)).backward()
 

@@ -194,7 +194,7 @@ def report_gloo(width: int, times: dict[str, list[float]]) -> dict[str, Any]:
         milliseconds = f"{record[level]['ms, single'][1]:.1f}"
         rows.append([level, milliseconds, *(harness.show_ratio(each) for each in over.values())])
     harness.print_table(
-        f"{NUM_BLOCKS} blocks of {size:,} elements, two gloo ranks: a step over single blocks'",
+        f"{NUM_BLOCKS} blocks of {size:,} elements, two gloo ranks: step over one of single blocks",
         ["level", "ms, single", *(f"units of {g}" for g in GROUPS[1:])],
         rows,
     )

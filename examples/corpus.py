@@ -192,7 +192,7 @@ class BatchPlan:
         return gather_sequences(text, self._part(starts, microbatch, rank), self.sequence_length)
 
     def held_out_starts(self, text: torch.Tensor, num_batches: int) -> list[int]:
-        """Evenly spread places in ``text``: ``num_batches`` of ``batch_size`` sequences."""
+        """Starts of ``num_batches * batch_size`` sequences, spread evenly over ``text``."""
         count = num_batches * self.batch_size
         room = text.numel() - self.sequence_length
         if room < 1:

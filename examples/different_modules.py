@@ -103,7 +103,7 @@ class MultiCrop(nn.Module):
 
 
 class Encoder(nn.Module):
-    """A decoder, with an encoder that only some batches need; it is registered last."""
+    """A decoder, and an encoder that runs first, for some batches only, but is registered last."""
 
     units = ("decoder.*", "encoder.*")
 

@@ -49,7 +49,7 @@ class GPTConfig:
 
 @dataclass
 class GPTOutput:
-    """``logits`` of shape ``[batch, seq, vocab]``; with targets ``loss``, in nats a token."""
+    """``logits`` ``[batch, seq, vocab]``, and the ``loss`` in nats a token if there are targets."""
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None
@@ -188,8 +188,8 @@ class GPT(nn.Module):
 
         The input of each step is padded at its end to ``config.sequence_length``, so that a
         compiler sees one shape; attention is causal and ignores it. Where the model is sharded, all
-        ranks must call this together; a ``generator`` (on the CPU) with the same seed gives all the
-        same text.
+        ranks must call this together. The text is the same on all ranks if each passes a CPU
+        ``generator`` with the same seed.
         """
         window = self.config.sequence_length
         for _ in range(num_tokens):

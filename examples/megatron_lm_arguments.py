@@ -1,4 +1,4 @@
-"""Trains with the calls of Megatron-LM's pretrain(), and with its arguments, which set the level.
+"""Trains with the calls of Megatron-LM's pretrain(), whose arguments set the sharding level.
 
     PYTHONPATH=. torchrun --nproc-per-node 2 examples/megatron_lm_arguments.py --use-torch-fsdp2
     PYTHONPATH=. torchrun --nproc-per-node 2 examples/megatron_lm_arguments.py --every-row
@@ -184,7 +184,7 @@ def make_ddp_config(args: argparse.Namespace, num_parameters: int) -> Any:
 
 
 def get_model(args: argparse.Namespace, wrappers: Wrappers) -> list[Any]:
-    """The model in one of the wrappers, by the calls of ``get_model``."""
+    """Wrap the model as Megatron-LM's ``get_model`` does."""
     from megatron.core import tensor_parallel
     from megatron.core.transformer.module import Float16Module
     from megatron.core.utils import get_model_config
@@ -216,7 +216,10 @@ def get_model(args: argparse.Namespace, wrappers: Wrappers) -> list[Any]:
 
 
 def make_optimizer(args: argparse.Namespace, model: list[Any], wrappers: Wrappers) -> Any:
-    """Build the optimizer as ``setup_model_and_optimizer`` does. The level shards its state."""
+    """Build the optimizer as ``setup_model_and_optimizer`` does.
+
+    The level of the model's wrapper determines how its state is sharded.
+    """
     from megatron.core.optimizer import OptimizerConfig
 
     names = {field.name for field in dataclasses.fields(OptimizerConfig)}

@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--optimizer", choices=("adamw", "sgd"), default="adamw", help="name")
     add("--lr", type=float, default=1e-3, help="learning rate")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--token-weighted", action=flag, default=False, help="mean over tokens of uneven lengths")
+    add("--token-weighted", action=flag, default=False, help="uneven sequences, mean over tokens")
     add("--tensor-parallel", type=int, default=1, help="ranks that share one copy of the model")
     add("--strategy", choices=LEVELS, default="optim", help="sharding over data-parallel ranks")
     add("--overlap", action=flag, default=True, help="communicate during forward and backward")

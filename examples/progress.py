@@ -44,6 +44,6 @@ class Progress:
             print(line, flush=True)
 
     def close(self) -> None:
-        """Leave the bar as it is."""
+        """Close the bar, which stays on the terminal."""
         if self._bar is not None:
             self._bar.close()

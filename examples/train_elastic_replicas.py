@@ -4,8 +4,8 @@
 
 This process runs torchft's lighthouse and starts the ranks of each replica. A replica that was
 killed gets weights, optimizer state and scheduler from a living one. At the end all replicas have
-the same weights, with the bits of a run without kills (``--kills 0``). The model is small; the loop
-is that of a large one.
+the weights of a run without kills (``--kills 0``), bit for bit. The model is small; the loop is
+that of a large one.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="of each replica")
     parser.add_argument("--min_replicas", type=int, default=2)
     parser.add_argument(
-        "--sleep", type=float, default=0.3, help="added seconds of all microbatches"
+        "--sleep", type=float, default=0.3, help="seconds to add to a step, over its microbatches"
     )
     parser.add_argument("--timeout", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)

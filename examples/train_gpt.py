@@ -150,7 +150,7 @@ class Job:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Mean cross-entropy of the held-out sequences, which ranks share, in nats a byte."""
+        """Mean cross-entropy in nats a byte of the held-out sequences, divided over the ranks."""
         num = self.settings.num_eval_batches
         total = torch.zeros((), device=self.device)
         for index in range(num):

@@ -179,7 +179,7 @@ class LitGPT(LightningModule):
 
 
 class Losses(Callback):
-    """Records the mean loss of each step over all ranks, and held-out losses; checkpointed."""
+    """Mean losses of steps over all ranks, and held-out losses. Checkpoints contain them."""
 
     def __init__(self, file: Path) -> None:
         self.file = file

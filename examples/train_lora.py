@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 2 examples/train_lora.py --out runs/train_lora
 
 The base is a small Llama that the script trains first and saves in ``OUT/base``, as transformers
-saves it, in bf16. Then it is streamed from there into shards under adapters of PEFT. Checkpoints
-hold the adapters alone. Restarted, after a kill or with more ``--steps``, it resumes from the
-latest one, on any number of ranks. At the end the adapter is saved to ``OUT/adapter`` in PEFT's
-format. Runs on CPU or CUDA.
+saves it, in bf16. Then the model with PEFT's adapters is sharded, and the saved base is streamed
+into the shards. Checkpoints hold the adapters alone. Restarted, after a kill or with more
+``--steps``, it resumes from the latest one, on any number of ranks. At the end the adapter is saved
+to ``OUT/adapter`` in PEFT's format. Runs on CPU or CUDA.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Job:
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Mean over held-out sequences, which ranks share."""
+        """Mean over held-out sequences, which are divided over the ranks."""
         self.model.eval()
         num, text = self.settings.eval_batches, self.corpus.held_out
         batches = [self.plan.held_out_batch(text, num, i, dist.get_rank()) for i in range(num)]

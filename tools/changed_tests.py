@@ -1,8 +1,8 @@
 """The tests that a change needs: ``python -m tools.changed_tests [BASE]`` prints their paths.
 
 A change is everything since the merge base of HEAD and BASE (``main``), committed or not. If all of
-its files belong to :data:`LANES`, the tests are all tests of these lanes and the quick tests of the
-core. Otherwise, and where git does not know the base, they are all tests. ``make test
+its files belong to the parts in :data:`LANES`, the tests are all tests of these parts and the quick
+tests of the core. Otherwise, and where git does not know the base, they are all tests. ``make test
 CHANGED=main`` runs them.
 """
 

@@ -13,7 +13,7 @@ changes elsewhere. A mutant whose text is gone is reported as *gone* and not cou
 
 A mutant is caught when a test fails. The tests are ordinary ones that run the mutated line and pass
 without the mutant: the quickest, as many as together take :data:`SELECTED_SECONDS`. They run in one
-process up to the first failure. A run that takes longer by :data:`TIMEOUT_SECONDS` counts as
+process up to the first failure. A run that exceeds this time by :data:`TIMEOUT_SECONDS` counts as
 caught, too. Results are in ``benchmarks/results/mutants.json``, or where ``--results`` says. Parts
 of the list may run at the same time with results files of their own.
 """

@@ -1321,14 +1321,14 @@ def padding() -> str:
         for target in found["targets"]
     ]
     prices = "; ".join(
-        f"{each['mean_buffers_of_a_block']:.2f} buffers and "
-        f"{each['median_percent_of_a_block']:.3f} % at {each['percent_per_buffer']:g} %"
+        f"at {each['percent_per_buffer']:g} %, {each['mean_buffers_of_a_block']:.2f} and "
+        f"{each['median_percent_of_a_block']:.3f} %"
         for each in found["prices"]
     )
     return (
         table(["target", "cases met"], rows)
-        + "\n\nBuffers of a block (mean) and its padding (median), if no row is divided, by the "
-        f"share of the unit that an extra buffer must save: {prices}."
+        + "\n\nIf no row is divided, a block has this mean number of buffers and this median "
+        f"padding, by the share of the unit that an extra buffer must save: {prices}."
     )
 
 

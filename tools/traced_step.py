@@ -6,8 +6,8 @@ building of the engine, the fourth step and the fifth. ``tools/structure.py`` re
 
 - ``shard``, ``step``: lines, functions and files of the package that ran, also those that run when
   a module is imported;
-- ``gather``, ``reduction``: the calls from a hook to the collective that it leads to, on the path
-  with the largest number of files: different files, changes of file, calls, and the files in order;
+- ``gather``, ``reduction``: the path of calls from a hook to a collective that passes the most
+  files: its numbers of files, of changes of file and of calls, and its files in order;
 - ``loaded``: modules of the package that are loaded at the end.
 """
 

@@ -47,7 +47,7 @@ class GPT(nn.Module):
 
 
 class Best:
-    """The lowest held-out loss, which a checkpoint contains."""
+    """Holds the lowest held-out loss, so that checkpoints contain it."""
 
     loss = float("inf")
 

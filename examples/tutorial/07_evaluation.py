@@ -1,4 +1,4 @@
-"""Step 7: average the weights (EMA), and evaluate both."""
+"""Step 7: average the weights (EMA), and evaluate trained and averaged weights."""
 
 import contextlib
 import random
