@@ -1,7 +1,7 @@
 """Small models, each with one feature of real models that an engine must handle.
 
-Every model maps a batch from :func:`batch_for` to something with a mean loss over the batch, so
-that a rank's loss is the mean over its part and the mean of ranks is the loss of one process.
+Most models return the mean loss of a batch of :func:`token_batch` or :func:`vector_batch`. So a
+rank's loss is the mean over its part, and the mean over ranks is the loss of one process.
 Blocks sit in ``nn.ModuleList`` or ``nn.Sequential``: the default units.
 """
 

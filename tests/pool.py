@@ -8,8 +8,8 @@ A rank that raises, hangs or dies is a :class:`RankError` with its traceback, th
 rank that did not answer, or its exit code. Unless all ranks answered, all processes are killed and
 new ones started, so that later tests still run.
 
-A test whose body runs on the ranks is written with :func:`on_ranks`, or, where it shall hold for
-one process as for several, with :func:`on_few_ranks`.
+A test whose body runs on the ranks is written with :func:`on_ranks`, or with :func:`on_few_ranks`
+if one process must pass it, too.
 """
 
 from __future__ import annotations
@@ -333,7 +333,8 @@ def _serve(
     num_modules = num_calls = 0
     if set_up is not None:
         set_up()
-    # A call may change both: accelerate sets RANK and WORLD_SIZE, Lightning resets all handlers.
+    # Calls may change the environment and signal handlers: accelerate sets RANK and WORLD_SIZE,
+    # Lightning resets all handlers.
     environment = dict(os.environ)
     pipe.send_bytes(b"ready")
     while True:
@@ -365,7 +366,7 @@ def _is_tired() -> bool:
 
 
 def _num_threads() -> int:
-    """Threads of this process; one for each group that something still holds."""
+    """Threads of this process. Each group that something still holds has one."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 

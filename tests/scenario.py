@@ -176,7 +176,7 @@ class Scenario:
         return Run(steps, model, engine, make(()))
 
     def differences(self, expected: Run | None = None) -> tuple[Run, list[str]]:
-        """Run both; the sharded run, and each of its values that differs from the one process.
+        """Run both. Returns the sharded run, and its values that differ from the one process.
 
         Args:
             expected: The run of the one process; None: it is run.

@@ -106,7 +106,7 @@ def programs(page: Path) -> list[Program]:
 
 
 def _side(diff: str, sign: str) -> str:
-    """The lines of a diff that have a sign or none; the others are empty."""
+    """The lines of a diff with ``sign`` or without a sign; other lines become empty."""
     lines = (each[1:] if each[:1] in (sign, " ") else "" for each in diff.split("\n"))
     return "\n".join(lines)
 

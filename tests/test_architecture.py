@@ -30,8 +30,8 @@ def words(text: str) -> set[str]:
     return set(text.split())
 
 
-# Imports go down only: between folders by this list, within a folder and on the lowest floor
-# without a circle. A file at the top of the package is a folder of its own.
+# A folder imports only from lower floors. Within a folder, and between those of the lowest floor,
+# imports form no circle. A file at the top of the package is a folder of its own.
 FLOORS = {
     folder: floor
     for floor, folders in enumerate(
@@ -88,7 +88,7 @@ GROUP_MAKERS = words(
     "DeviceMesh init_device_mesh init_process_group new_group new_subgroups "
     "new_subgroups_by_enumeration split_group"
 )
-# Free: torch.tensor and torch.scalar_tensor, a shape of (), and the meta device.
+# Allowed: torch.tensor and torch.scalar_tensor, a shape of (), and the meta device.
 ALLOCATORS = words(
     "empty empty_like empty_strided full full_like ones ones_like rand randn zeros zeros_like "
     "UntypedStorage"
@@ -257,8 +257,8 @@ _private_names = cache(own_private_names)
 
 
 def only_collectives_communicates(source: Source) -> Iterator[Finding]:
-    """Collectives and sends of torch.distributed are called in comm/collectives.py only. (Sums over
-    replicas are those of torchft's groups.)"""
+    """Collectives and sends of torch.distributed are called in comm/collectives.py only. (Sums
+    over replicas call those of torchft's groups elsewhere.)"""
     of_torchft = ("integrations.managed_replica", "integrations.microbatch_sums")
     if source.path in ("comm.collectives", *of_torchft):
         return
@@ -810,7 +810,7 @@ def test_tests_of_the_kernel_use_no_extension() -> None:
 
 
 def imported_extensions(path: str, text: str) -> set[str]:
-    """Extensions that a file of the package names, but the one that it is part of."""
+    """Extensions that occur in a file of the package, except the one that it is part of."""
     own = path.split("/")[1] if path.startswith("extensions/") else ""
     return set(re.findall(r"fsdp_engine\.extensions\.(\w+)", text)) - {own}
 

@@ -268,7 +268,7 @@ def test_curves_are_drawn_with_room_above_a_level_line_of_memory(
 
 
 def test_memory_in_use_counts_a_large_tensor() -> None:
-    # Mapped: pages of the heap may be in use already, and free.
+    # A mapping has new pages. A tensor on the heap may reuse pages that are counted already.
     big = torch.frombuffer(mmap.mmap(-1, 2**26), dtype=torch.uint8)
     before = memory_in_use(torch.device("cpu"))
     big.fill_(1)

@@ -26,7 +26,7 @@ compiled_code_raises = pytest.mark.skipif(
 
 # Defined as `MARKS_SUMS` in ``flat_dtensor/slices.py``.
 marks_gradients = pytest.mark.skipif(
-    not MARKS_SUMS, reason="gradients of slices are told from other slices from torch 2.13 on"
+    not MARKS_SUMS, reason="torch distinguishes gradients of slices since version 2.13"
 )
 
 # Whether memory can move between storages: [Note: Arena] in ``memory/arena.py``.

@@ -1,4 +1,4 @@
-"""A checkpoint of a run on the device has the values at the call, even if streams are behind."""
+"""A checkpoint on the device has the values at the call of the save, even if streams lag."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ def race_shows(folder: str, delay: float) -> bool:
     ):
         engine, optimizer = prepare(LEVEL_3)
         checkpointer = fe.Checkpointer(folder, engine, optimizer)
-        # Bytes that the copy has not written yet must differ from the right ones: the memory may
-        # still hold them from an earlier run. So this first saves another step.
+        # Bytes that the copy has not written yet must be wrong, but the memory may still hold the
+        # right ones of an earlier run. So this first saves another step.
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save(0)
         patch.setattr(checkpointer_module.copy_lanes, "finish_compute", lambda device: None)

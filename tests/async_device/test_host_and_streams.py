@@ -109,7 +109,7 @@ def test_the_host_waits_for_no_work_of_the_device_where_a_parameter_got_no_gradi
         torch.accelerator.synchronize()
         with on.count_host_syncs() as syncs, on.held():
             step()  # would never end if it waited for the held stream
-        # Rank 1 waits for the other host's answer, and no rank for work of the device.
+        # Rank 1 waits for the other host's answer. No rank waits for work of the device.
         assert all(site.startswith("step_message.py") for _, site in syncs), syncs
         assert sum(syncs.values()) <= 1, syncs
         after = engine.full_state_dict()
@@ -296,8 +296,8 @@ def test_all_communicators_are_made_by_shard_and_none_in_training() -> None:
 
 @on_ranks(4)
 def test_backward_goes_on_while_the_outer_axis_is_reduced() -> None:
-    """Only reductions along the inner axis read staging buffers, so outer ones do not block
-    them."""
+    """Only reductions along the inner axis read staging buffers, so outer reductions do not block
+    these buffers."""
     mesh = init_device_mesh(on.NAME, (2, 2), mesh_dim_names=("outer", "inner"))
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(6)))
     engine = fe.shard(model, mesh, "optim_grads_params", "optim", units=list(model))

@@ -224,7 +224,7 @@ def patterns(wait: Wait, rank: int) -> Iterator[Delays]:
     yield {"lane": wait.source, "seconds": seconds}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 0)}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 1)}
-    yield {"lane": wait.source, "seconds": 15 * seconds}  # where collectives take long too
+    yield {"lane": wait.source, "seconds": 15 * seconds}  # if collectives take long, too
     yield {"collective": 6e-3, "compute": 1e-3 * (rank % 2)}
     for seed in range(NUM_PATTERNS - 5):
         yield {"compute": 1e-3, "copy": 1e-3, "collective": 8e-3, "seed": 4 * seed + rank}

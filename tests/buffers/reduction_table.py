@@ -75,7 +75,7 @@ def _seen(tensor: Tensor) -> Buffer:
 
 @contextmanager
 def recorded(calls: list[Collective]) -> Iterator[None]:
-    """Within it, engines append their collectives of gradients to ``calls``."""
+    """Within the block, engines append their collectives of gradients to ``calls``."""
     originals = {name: getattr(Communicator, name) for name in ("reduce_scatter", "all_reduce")}
     gather = Communicator.all_gather
     reducing: list[Any] = []
@@ -116,7 +116,7 @@ def recorded(calls: list[Collective]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """The reduction of one axis: in which microbatches, the scale before and after, the
+    """The reduction of one axis: its microbatches, the scale before and after it, and its
     collectives."""
 
     axis: str

@@ -1,4 +1,4 @@
-"""Gradients: their scale, exactly, their norm, and how long they are held.
+"""Gradients: their exact scale, their norm, and how long they are held.
 
 What programs do with gradients between calls is in ``tests/runtime``.
 """

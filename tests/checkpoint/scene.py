@@ -136,7 +136,7 @@ def same(found: Any, expected: Any) -> bool:
 
 
 def update(loss: Tensor, optimizer: torch.optim.Optimizer) -> float:
-    """One step of training by a loss; its value."""
+    """One step of training on a loss; returns the value of the loss."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -313,7 +313,7 @@ def most_allocated(function: Callable[[], Any]) -> int:
 def refused(
     model: nn.Module, *parts: str, kind: type[Exception] = ValueError, optimizer: Any = None
 ) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """An error whose message holds all ``parts``; nothing has changed. A collective."""
+    """Expects an error whose message has all ``parts``, and unchanged values. A collective."""
     before = contents(model, optimizer)
     with pytest.raises(kind) as caught:
         yield caught

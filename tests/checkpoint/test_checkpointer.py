@@ -507,7 +507,8 @@ def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Pa
         files={"a": manifest_module.FileRow(10, "00000001")},
         libraries=manifest_module.library_versions(),
     )
-    # Older versions must refuse the later manifests: of a part of a model, and of a stage.
+    # Manifests of a part of a model, of a stage and with ties have later versions, which older
+    # engines refuse.
     part = dataclasses.replace(plain, trainable_only=True)
     stage = dataclasses.replace(part, stage={"pp": "1 of 2"})
     tied = dataclasses.replace(plain, ties={"b": "a"})
@@ -624,7 +625,8 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert not different(contents(model, optimizer), before)
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
     assert different(contents(model, optimizer), before)
-    # A sharded tensor is read together with the weights; its object gets the state only afterwards.
+    # A sharded tensor in `extra` is read with the weights. Only then does the object that has it
+    # load its state.
     shadow = {"data": Values(next(model.parameters()).detach().clone())}
     with closing(fe.Checkpointer(folder, engine, optimizer, extra=shadow)) as saver:
         saver.save(2)

@@ -444,7 +444,7 @@ NAMES = [
 
 
 def attributes() -> list[Any]:
-    """Returns the classes that the pickle of metadata may name, and defaults of the function."""
+    """Returns attributes of what pickled metadata may name, and defaults of ``_get_layout``."""
     found = [
         *(each for each in vars(dcp_metadata).values() if isinstance(each, type)),
         *(filesystem._StorageInfo, collections.OrderedDict, torch.Size),

@@ -240,7 +240,7 @@ def test_a_checkpoint_exports_as_its_engine_does(ranks: Ranks, tmp_path: Path) -
         for dropped, kept in TIED.items():
             assert torch.equal(found.pop(dropped), expected[kept])
         assert different(found, expected) == []
-        assert sum(told) == num_bytes  # as they are in the checkpoint
+        assert sum(told) == num_bytes  # in the checkpoint's dtypes, tied weights twice
         assert different(exported(tmp_path / "cut-out"), PLAIN) == []
 
 
@@ -535,7 +535,7 @@ def test_a_fault_on_one_rank_is_raised_on_all_and_leaves_nothing() -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("limits", [(1000, 1000), (1000, 3000), (1000, "1GB"), ("1GB", 1000)])
 def test_an_export_that_fails_half_way_into_place_is_never_taken_for_a_model(limits: Any) -> None:
-    """Every rename or removal fails in turn, after all smaller numbers; other files stay."""
+    """Renames and removals after the first ``number`` fail, for each number; other files stay."""
     model, engine, _ = small(num_blocks=1, steps=0)
     older = engine.full_state_dict()
     newer = {name: value + 1 for name, value in older.items()}

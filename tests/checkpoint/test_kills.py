@@ -1,4 +1,4 @@
-"""Jobs that end or are killed while they save: a save is finished, or an older one is resumed."""
+"""Jobs that end or are killed while they save: the save completes, or an older checkpoint loads."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def save_local(root: str, ranks_per_node: int) -> Any:
 
 
 def load_local(root: str, ranks_per_node: int, expected: Any) -> Any:
-    """Loaded step and place, differences from ``expected``, and available steps; or the error."""
+    """Loaded step and ``extra``, differences from ``expected``, available steps; or the error."""
     model, engine, optimizer = small("optim", seed=7, steps=0)
     extra = {"data": Values()}
     with local_checkpointer(root, engine, optimizer, ranks_per_node, extra=extra) as checkpointer:

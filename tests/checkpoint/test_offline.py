@@ -328,7 +328,7 @@ def test_bars_end_where_the_work_ends(
     run("export", first(saved), tmp_path)
     run("verify", saved / "plain")
     run("diff", first(saved), saved / "plain")
-    # Metadata has no checksum of its own: its size is the rest of the second progress bar.
+    # Metadata has no checksum of its own, so the second progress bar stops short by its size.
     assert sum(told) == (saved / "plain" / METADATA).stat().st_size
 
 

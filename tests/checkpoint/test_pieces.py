@@ -1,4 +1,4 @@
-"""Tensors of boxes give the results of plain tensors after any sequence of operations."""
+"""``Pieces`` give the results of plain tensors after any sequence of operations."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
     for world_size, each in configs.items():
         targets = [dict(config) for config in each]
         for target in targets[1::3]:
-            # Compute weights in another dtype, over main weights in the same one.
+            # Compute weights in another dtype than the main weights, which keep theirs.
             target["param_dtype"] = torch.float64
         # In the thorough part every source is loaded at every world size.
         count = 1 if every > 1 else max(2, math.ceil(len(sources) / len(targets)))

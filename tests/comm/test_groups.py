@@ -1,4 +1,4 @@
-"""The engine's groups can be created whatever other groups a rank is in; meetings of ranks."""
+"""The engine's groups can be created whatever other groups a rank is in. Tests of ``meet``."""
 
 from __future__ import annotations
 

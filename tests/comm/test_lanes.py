@@ -85,7 +85,7 @@ def test_operations_start_in_the_order_of_their_submission() -> None:
     scene = Scene()
     scene.submit("lane", "a", scene.submit("other", "x"))
     last = scene.submit("lane", "b")
-    # Submitting b first completes x: a comes before b on the lane, and a waits for x.
+    # When b is submitted, x is completed: a precedes b on the lane, and a waits for x.
     assert scene.log == [*whole("x"), "a starts", "b starts"]
     scene.wait(last)
     assert scene.log[5:] == ["b waited", "b ends"]
@@ -192,8 +192,8 @@ def test_a_profiler_shows_operations_by_name() -> None:
 
 
 class Group:
-    """A process group whose backend for CUDA is called ``name``. Its class is in Python, so its
-    methods are called.
+    """A process group of a user's Python class, whose methods the engine must call. Its backend for
+    CUDA is called ``name``.
 
     Attributes:
         issued: for each collective, whether it was asynchronous.

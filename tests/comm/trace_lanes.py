@@ -30,8 +30,8 @@ from fsdp_engine.memory.allocator import TransientStorage
 from fsdp_engine.units import build
 from tests.comm.happens_before import COMPUTE, LANES, Clock, Order, Span
 
-# The storage that operations write, by the key of the storage that readers' tensors use: both have
-# the same memory in turn ([Note: Unread memory] in ``allocator.py``).
+# Operations write one storage, and readers use another one; the same memory moves between the two
+# ([Note: Unread memory] in ``allocator.py``). The written storage, by the key of the read one.
 _WRITTEN: dict[int, UntypedStorage] = {}
 
 # (waiter, awaited) -> whether to leave the wait out. Both are labels of operations, or names of
@@ -185,7 +185,7 @@ class Tracer(TorchDispatchMode):
             self._stack.pop()
 
     def sweep(self) -> None:
-        """Forget storages that Python has dropped; raise if it was too early."""
+        """Forget storages that Python has dropped; raise if one was dropped too early."""
         for order in self.orders:
             order.sweep()
 
@@ -318,8 +318,8 @@ class Tracer(TorchDispatchMode):
 
 
 def _planned(transient: TransientStorage) -> list[Span]:
-    """The bytes of an arena that a transient storage is filled from: their next owner must come
-    after it. (Empty without arenas.)"""
+    """The bytes of an arena behind a transient storage, whose next owner must wait for this one.
+    Empty without arenas."""
     arena = getattr(transient._memory, "arenas", {}).get(transient._role)
     memory = None if arena is None else arena.memory
     if memory is None:
@@ -355,7 +355,7 @@ def _spans(values: Sequence[Any], empty_too: bool = False) -> Iterator[Span]:
 
 
 def _accessed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """(argument, "read", "write" or "view") for all whose elements ``func`` needs."""
+    """(argument, "read", "write" or "view") for each argument whose elements ``func`` needs."""
     for place, name, kind in _accessed_arguments(func):
         if place < len(args):
             yield args[place], kind
@@ -377,7 +377,7 @@ def _accessed_arguments(func: Any) -> tuple[tuple[int, str, str], ...]:
     for place, argument in enumerate(schema.arguments):
         alias, kind = argument.alias_info, "read"
         if schema.name.startswith("c10d::"):
-            # Their schemas do not name the written arguments.
+            # Schemas of c10d do not mark the written arguments.
             in_place = argument.name == "tensors" and schema.name.endswith("_")
             if in_place or argument.name.startswith("output"):
                 kind = "write"

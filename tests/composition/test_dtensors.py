@@ -156,7 +156,7 @@ def from_the_first_rank(sizes: Sequence[int]) -> None:
 
 
 def in_bf16(sizes: Sequence[int]) -> None:
-    """Compared with data parallelism alone in the same dtypes, which rounds differently."""
+    """Compared with data parallelism alone in the same dtypes; the two round differently."""
     policy = fe.MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     with_tensors = scenario(sizes, sequence=True).but(options={"mp_policy": policy})
     (ours, theirs) = (s.sharded() for s in (with_tensors, with_tensors.but(shard=fe.shard)))

@@ -290,7 +290,7 @@ def test_a_plain_tensor_is_modified_in_place_with_full_operands() -> None:
     assert torch.equal(plain, full * 2)
     row = torch.ones(5)
     with pytest.raises(RuntimeError, match="shape"):
-        row.mul_(flat)  # as torch does
+        row.mul_(flat)  # torch raises this error for plain tensors, too
     large = torch.rand(300, 300)
     assert torch.equal(torch.ones(300, 300).mul_(flat_of(large, mesh, 1)), large)
     with pytest.raises(ValueError, match="not gathered implicitly"):

@@ -93,7 +93,7 @@ def test_heads_are_called_with_parts_of_the_models_output(keeps: bool) -> None:
             optimizer.zero_grad()
         return found
 
-    # One process with these tokens; FSDP2 of torch 2.11 does not call one module of a group.
+    # Compared with one process: FSDP2 of torch 2.11 does not call one module of a group alone.
     found, expected = script(parallelize(fsdp2, seeded(Headless))), script(seeded(Headless))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
 

@@ -48,7 +48,7 @@ def granule_of(request: TensorRequest, num_shards: int) -> int:
 
 
 def padding_of_the_lcm_rule(requests: Sequence[TensorRequest], num_shards: int) -> int:
-    """One buffer, shards a multiple of all granules, tensors in order on their own granule."""
+    """One buffer. Shards are a multiple of all granules; tensors start at multiples of theirs."""
     filled = [request for request in requests if request.numel]
     steps = [math.lcm(ALIGNMENT, granule_of(request, num_shards)) for request in filled]
     end = 0

@@ -71,7 +71,7 @@ def words(size: int = 4, sequence: int = LENGTH) -> Tensor:
 
 
 def quick_plan(*args: Any, fitting: float = math.inf, **options: Any) -> fe.StrategyPlan:
-    """A quick plan, up to the last of ``fitting`` candidates that fit; all by default."""
+    """A quick plan, which stops once ``fitting`` candidates fit; by default it tries all."""
     with patch.object(strategy_search, "QUICK_FITTING", fitting):
         return fe.plan(*args, quick=True, **options)
 

@@ -1,4 +1,4 @@
-"""Plans of deep models simulate fewer blocks, and equal plans with all blocks."""
+"""Plans of deep models simulate fewer blocks, and have the results of plans with all blocks."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _train_stages(path: str, build: Callable[[], nn.Module]) -> tuple[list[float
 def test_planned_stages_train_on_their_ranks(
     ranks: Ranks, tmp_path: Path, build: Callable[[], nn.Module], options: dict[str, Any]
 ) -> None:
-    """All data-parallel ranks have the same sequences, whole ones."""
+    """All data-parallel ranks train on the same full sequences."""
     path = str(tmp_path / "plan.json")
     given = {"world_size": 4, "checkpointing": (False,), "microbatches": 2, **options}
     machine = replace(fe.H100, ranks_per_node=2)

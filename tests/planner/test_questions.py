@@ -116,7 +116,7 @@ def test_flops_of_frozen_weights_are_not_in_their_backward() -> None:
         return nn.Sequential(first, nn.Linear(16, 4, bias=False))
 
     found = fe.simulate(frozen, 2, batch=torch.zeros(3, 8), strategy="optim")
-    # Both forwards; the second one's weight has a gradient, and no input of it needs one.
+    # Two forwards, and the gradient of the second weight. No gradient of an input is needed.
     assert found.model_flops == 2 * 3 * (8 * 16 + 16 * 4 + 16 * 4)
 
 

@@ -80,7 +80,7 @@ def not_strict(engine: Any, folder: str) -> Any:
 
 
 def classifier() -> nn.Module:
-    """A model whose head is not in the folder of the other."""
+    """A model with a head, which a folder of :func:`without_head` lacks."""
     with torch.device("meta"):
         config = transformers.BertConfig(**{**FAMILIES["bert"][2], "num_labels": 3})
         return transformers.BertForSequenceClassification(config)
@@ -320,7 +320,7 @@ def test_a_failure_leaves_the_older_model() -> None:
     assert in_files(Path(folder)).keys() == before.keys()
     transformers.LlamaForCausalLM.from_pretrained(folder)
     dist.barrier()
-    # The folder fails again when the older config gets its name back.
+    # The save fails again, and then so does the rename that restores the older config.
     last = failing(os, "replace", on_rank=0, after=1)
     with failing(os, "pwrite"), last, pytest.raises(OSError, match="No space left") as caught:
         fe.save_pretrained(engine, folder)

@@ -129,8 +129,8 @@ def test_each_rank_sends_and_keeps_an_equal_part() -> None:
 
 
 def changed(param: Tensor, draw: random.Random) -> None:
-    """A random change of one weight: none, of some or all elements, or too small for its rounded
-    value."""
+    """A random change of one weight: none, of some or all elements, or too small to change its
+    rounded value."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     flat = param.view(-1)
     what = draw.choice(["nothing", "few", "some", "all", "rounded away", "special", "a range"])

@@ -129,7 +129,7 @@ def train(
 
 
 def step_once(optimizer: Any, loss_of: Callable[[], Tensor], *, with_closure: bool) -> None:
-    """Step with the gradients of a loss: within the step, or before it."""
+    """Step with the gradients of a loss, which are computed within the step or before it."""
     if with_closure:
         optimizer.step(loss_of)
     else:
@@ -162,7 +162,7 @@ def in_one_process(kind: type[Optimizer]) -> tuple[Use, dict[str, Tensor]] | str
 
 
 def made(kind: type[Optimizer], params: Any) -> Any:
-    """An optimizer with its own hyperparameters, the learning rate where it takes one."""
+    """An optimizer with its default hyperparameters, and a learning rate where it takes one."""
     params = list(params.parameters()) if isinstance(params, nn.Module) else params
     library, takes = kind.__module__.split(".")[0], inspect.signature(kind).parameters
     options = {"lr": 1e-2} if "lr" in takes else {}

@@ -51,16 +51,17 @@ MOST, MOST_OF_16_BITS = 1e-3, 2e-2
 IN_16_BITS = {"torch.Muon"} | {
     f"pytorch_optimizer.{name}" for name in ("AdaMuon", "Muon", "NorMuon", "SCION")
 }
-# Columns in which an optimizer is refused.
+# Optimizers that are refused for experts.
 AT_ONCE = {"DAdaptAdam", "Prodigy", "Kron", "APOLLO"}
-# State or hyperparameters that are not saved, or not read without trust.
+# Optimizers whose state or hyperparameters are not saved, or not read without trust.
 WITH_OBJECTS = {"APOLLO", "Conda", "Fira", "GaLore", "SCION", "ScalableShampoo"}
+# The columns in which an optimizer is refused.
 REFUSED: dict[str, set[str]] = {"torch.LBFGS": {EXPERTS}}
 for columns, names in ((EXPERTS, AT_ONCE), (RESUMED, WITH_OBJECTS)):
     for name in names:
         REFUSED.setdefault(f"pytorch_optimizer.{name}", set()).add(columns)
 
-# Of each column: the largest difference at any level, or an error.
+# For each column, the largest difference at any level, or an error.
 Row = dict[str, float | str]
 
 

@@ -67,7 +67,7 @@ def _train_both(
 
 
 def _train_cached(level: str, num_rows: Sequence[int], together: bool) -> None:
-    """A cached loss over the engine, and the loss that is not cached in one process."""
+    """A cached loss over the engine, compared with the loss without a cache in one process."""
     from sentence_transformers.sentence_transformer import losses
 
     model, alone = encoder(), encoder()
@@ -139,7 +139,7 @@ class _LigerMlp(_Mlp):
 
 
 class _AxolotlMlp(_Mlp):
-    """As axolotl's ``patch_tiled_mlp`` makes the MLP of a model."""
+    """An MLP after axolotl's ``patch_tiled_mlp``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return _axolotl().TiledMLP.apply(_Mlp.forward, self, x, 3, self.compute_params())

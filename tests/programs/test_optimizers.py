@@ -48,7 +48,7 @@ def test_a_step_with_other_values_is_seen(ranks: Ranks) -> None:
 
 
 def uses(found: catalogue.Found) -> set[str]:
-    """The outcomes of the ways that make no claim."""
+    """The words for the outcomes of both ways at all levels."""
     if isinstance(found, str):
         return set()
     ways = (found[way] for way in catalogue.WAYS[:2])

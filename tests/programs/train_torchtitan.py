@@ -8,8 +8,8 @@ r"""torchtitan's trainer on a CPU: its debug model of Llama 3 in fp32, under FSD
 
 torchtitan trains on accelerators. Three changes make it run on a CPU, with either engine: a device
 module; torch's attention in place of compiled FlexAttention (which has no backward on a CPU); and a
-tokenizer and texts made here, since those of its debug configuration are not in its wheel. The
-engine is one assignment, in :func:`choose`.
+tokenizer and texts made here, since those of its debug configuration are not in its wheel. One
+assignment in :func:`choose` selects the engine.
 """
 
 from __future__ import annotations

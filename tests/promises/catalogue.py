@@ -2,8 +2,8 @@
 
     python -m tests.promises.catalogue --write     # tries everything, writes promises.md anew
 
-Everything public of the namespaces in ``NAMESPACES`` must be in it: a name that no trial and no
-reason covers fails ``test_catalogue.py``, so that a new torch does not slip by.
+All public names of ``NAMESPACES`` must be in it. A name with neither a trial nor a reason why there
+is none fails ``test_catalogue.py``, so new names of torch are noticed.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def page(by_level: ByLevel, tensors: dict[str, list[tuple[str, Outcome]]]) -> st
 
 
 def everything(ranks: Ranks) -> str:
-    """Tries all; the page's part."""
+    """Runs all trials; returns the page's part."""
     by_level = ranks.run(run_entries, world_size=2, timeout=1200)[0]
     tensors = ranks.run(run_tensor, world_size=2, timeout=1200)[0]
     return page(by_level, tensors)

@@ -139,7 +139,7 @@ catalogue.changes({tuple(names("utils", *_REMOVED)): _remove_norms}, make=OldNor
 
 
 class WithBatchNorm(nn.Module):
-    """For fusing."""
+    """A linear and a batch norm that can be fused."""
 
     def __init__(self) -> None:
         super().__init__()

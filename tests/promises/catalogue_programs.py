@@ -233,7 +233,7 @@ class _LinearLoss(Function):
 
 
 class _Product(Function):
-    """The gradient of the weight, if it is needed, is written into a copy of it."""
+    """The gradient of the weight, if it is needed, is written into ``empty_like`` of the weight."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ Way = Callable[[Kit, Tensor], Arguments]
 
 
 def _after(*args: Any, **kwargs: Any) -> Way:
-    """``x`` and then these; a function among them is called with the kit and ``x``."""
+    """``x`` and then these arguments; those in ``_MADE`` are called with the kit and ``x``."""
 
     def made(value: Any, kit: Kit, x: Tensor) -> Any:
         return value(kit, x) if id(value) in _MADE else value
@@ -160,7 +160,7 @@ _SIMPLE: list[Way] = [
     *_each((torch.tensor(2.0),), (torch.tensor(2),), (torch.float64,)),
     _after(dim=0),
 ]
-# Those that tell something of a function that runs on slices element by element.
+# For functions that run on slices element by element, these replace ``_MORE``.
 _ELEMENTWISE = _each((0.5,), (_other, _other), (_other, 0.5), (0.2, 0.4), (_ONE,))
 # Tried on tensors of floating point with dims.
 _MORE: list[Way] = [
@@ -180,7 +180,7 @@ _MORE: list[Way] = [
     *(_after(dim=0, keepdim=True), _after(dim=(0, 1)), _after(dtype=torch.float64)),
     *(_after(min=0.2), _after(size=4)),
 ]
-# Tried with functions: the tensor is not the first argument, or within a list.
+# Tried with functions: the tensor is in a list, or another argument comes first.
 _FUNCTIONS: list[Way] = [
     lambda kit, x: (([x, _other(kit, x)],), {}),
     lambda kit, x: (([x, _other(kit, x)], 1), {}),
@@ -253,8 +253,8 @@ def public_names() -> dict[str, Callable[..., Any]]:
         for function in overridable.get(space, ()):
             name = getattr(function, "__name__", "")
             name = re.sub(f"^({short}_|_)(?=[a-z])", "", name) if space is not torch else name
-            # As a method it is tried already, and takes the same path; names that are not listed in
-            # functions.py raises, always.
+            # The method of this name, which takes the same path, is tried already. Functions that
+            # functions.py does not list always raise.
             known = not name or name[0] == "_" or f"Tensor.{name}" in found
             if not known and hasattr(space, name) and not is_refused(function):
                 found[f"{short}.{name}"] = function
@@ -335,7 +335,7 @@ def is_refused(function: Any) -> bool:
 
 
 def fitting(name: str, function: Any, plain: Kit) -> dict[str, list[int]]:
-    """Which of the ways plain torch accepts, by kind of subject; of refused ones the first."""
+    """Ways that plain torch accepts, by kind of subject; for a refused function, the first one."""
     found: dict[str, list[int]] = {kind: [] for kind in SUBJECTS}
     refused = is_refused(getattr(torch.Tensor, name.removeprefix("Tensor."), function))
     for kind in ("gradient", "integers", "mask", "scalar", *_RARE, "parameter"):
@@ -385,7 +385,7 @@ def _judge(last: str, kind: str, expected: Any, found: Any) -> Outcome:
         if expected[1] is None:
             expected = outcome_of(lambda: step(expected[0]))  # noqa: B023
         if expected[1] is not None:
-            return Outcome(Verdict.RIGHT)  # compared before; torch itself refuses the rest
+            return Outcome(Verdict.RIGHT)  # the result was compared; torch refuses this step
         if found[1] is None:
             found = outcome_of(lambda: step(found[0]))  # noqa: B023
         if found[1] is not None:
@@ -416,7 +416,7 @@ def try_all(mesh: DeviceMesh) -> dict[str, list[tuple[str, Outcome]]]:
     rank, size = mesh.get_local_rank(), mesh.size()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        # What torch refuses costs most of the time: each rank looks at its part of the names.
+        # Calls that torch refuses take most of the time, so each rank tries a part of the names.
         mine = {name: fitting(name, tried[name], plain) for name in chosen[rank::size]}
         parts: list[Any] = [None] * size
         dist.all_gather_object(parts, mine, group=mesh.get_group())

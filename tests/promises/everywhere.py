@@ -53,12 +53,12 @@ class Place:
         return fe.shard(model, _MESHES[self.shape], self.inner, self.outer, **options)
 
 
-# Of the present process group: every mesh has groups of its own, whose threads wake a hundred times
-# a second.
+# The meshes of the current process group, by shape. Each is used again, since every mesh has groups
+# of its own, whose threads wake a hundred times a second.
 _MESHES: dict[tuple[int, ...], DeviceMesh] = {}
 
 
-# Of all places of one number of ranks.
+# For all places of one number of ranks together.
 TIMEOUT_SECONDS = 240.0
 
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -106,7 +106,7 @@ def run_at_places(module: str, name: str) -> None:
         _MESHES.clear()
 
 
-# A loss, or what to do before the next one.
+# Returns a loss; or None, after an action before the next loss.
 Act = Callable[[Any, Tensor], Tensor | None]
 
 
@@ -128,11 +128,11 @@ def assert_as_alone(
     """Training has the gradients and weights of one process with the batches of all ranks.
 
     Args:
-        acts: What each step consists of. Backward is run of what an act returns; in a pair with
-            False, within ``no_sync``.
+        acts: The acts of each step. Backward runs on the loss that an act returns. An act in a pair
+            with False runs within ``no_sync``.
         clear: Whether ``zero_grad`` sets to None, for each step.
-        shape: Of a batch.
-        options: Of ``shard``.
+        shape: Shape of a batch.
+        options: Options of ``shard``.
     """
     alone = deepcopy(model)
     engine = place.shard(model, **options)

@@ -27,8 +27,8 @@ class Cache:
 
 
 class Block(nn.Module):
-    """Calls ``run(block, x)`` as its forward. Its gain is read by a kernel that does not check for
-    memory."""
+    """Calls ``run(block, x)`` as its forward. Its gain is read by a kernel that does not check
+    whether the tensor has memory."""
 
     def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where a trial on a whole model takes place: in plain torch with all rows, or sharded with some.
+"""Scenes of trials on a model: plain torch with all ranks' rows, or sharded with this rank's rows.
 
 A trial is a function of one :class:`Scene`. It is called twice, and what it returns must be the
 same; so must be the parameters, gradients and buffers that it leaves, and one more step of
@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 @dataclass
 class Scene:
-    """One side of a trial: plain torch on all ranks' rows, without an engine, or this rank's."""
+    """One side of a trial: plain torch on all ranks' rows, or an engine on this rank's rows."""
 
     model: Any
     x: Tensor
@@ -77,7 +77,7 @@ class Scene:
         return y if self.engine is not None else y.tensor_split(self.size)[self.rank]
 
     def per_row(self, gradient: Tensor) -> Tensor:
-        """This rank's rows of a gradient by row, for a mean over this rank's rows alone."""
+        """This rank's rows of a per-row gradient, scaled to the mean over these rows alone."""
         return gradient if self.engine is not None else self.rows(gradient) * self.size
 
     def mean(self, value: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class Scene:
         steps: int = 2,
         loss: Callable[[], Tensor] | None = None,
     ) -> list[Tensor]:
-        """Steps of training, by SGD of trainable parameters unless given; their losses."""
+        """Steps of training, by default with SGD of trainable parameters; returns their losses."""
         if optimizer is None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
             optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
@@ -142,7 +142,7 @@ class Entry:
 
     name: str  # the expression, as users write it
     trial: Trial | None  # None: it does not apply, or a test proves it
-    why: str = ""  # it does not apply; or the outcome and its test
+    why: str = ""  # why it does not apply, or the outcome and its test
     goes_on: bool = True  # whether the model is trained one step more afterwards
     make: Callable[[], nn.Module] = Model
 
@@ -154,7 +154,7 @@ class Catalogue:
     entries: list[Entry]
 
     def tries(self, *names: str, **options: Any) -> Callable[[Trial], Trial]:
-        """Enters a trial under several names; ``options`` are of the entries."""
+        """Enters a trial under several names; ``options`` are other fields of entries."""
 
         def enter(trial: Trial) -> Trial:
             self.entries += [Entry(name, trial, **options) for name in names]
@@ -176,7 +176,7 @@ class Catalogue:
         self.table({names: after(change) for names, change in changes.items()}, **options)
 
     def trains(self, models: Mapping[Names, Callable[[], nn.Module]]) -> None:
-        """Enters models that are trained for two steps, and once more backward."""
+        """Enters models that are trained for two steps, with one more backward at the end."""
         for names, make in models.items():
             self.table({names: lambda scene: (scene.train(), scene.backward())[0]}, make=make)
 

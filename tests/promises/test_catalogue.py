@@ -39,7 +39,7 @@ def by_level(ranks: Ranks) -> ByLevel:
 
 def test_a_new_name_of_torch_must_be_in_the_catalogue(monkeypatch: pytest.MonkeyPatch) -> None:
     def added(self: object) -> None:
-        """Of another package, then of torch."""
+        """Belongs to another package first, and then to torch."""
 
     assert not _is_pinned() or not catalogue.uncovered()
     assert len([name for name in catalogue.names_to_cover() if name.startswith("Module.")]) > 40

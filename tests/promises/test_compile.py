@@ -1,4 +1,4 @@
-"""What torch promises of compiled blocks: the model is compiled, and nothing else."""
+"""What torch promises of compiled blocks: their code is compiled, and none of the engine's."""
 
 from __future__ import annotations
 

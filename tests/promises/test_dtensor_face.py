@@ -1,4 +1,4 @@
-"""What takes DTensors takes sharded parameters: right, or an error that says what to do instead."""
+"""Functions that take DTensors take sharded parameters, or raise and say what to do instead."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ def test_a_whole_tensor_is_distributed_as_a_parameter_is(place: Place) -> None:
 
 @everywhere
 def test_a_norm_over_the_mesh_of_a_gradient_counts_every_element_once(place: Place) -> None:
-    """As Megatron-Core takes it: of local parts, summed over the last axis of the tensor's mesh."""
+    """Megatron-Core sums squares of local parts over the last axis of the tensor's mesh."""
     if place.outer != "no_shard":
-        return  # cut along both axes: such a norm looks along one only
+        return  # sharded along both axes, but such a norm sums along one
     model = nn.Linear(6, 5)
     place.shard(model, mp_policy=BF16)
     model(torch.randn(4, 6)).square().sum().backward()

@@ -47,7 +47,8 @@ def test_where_generators_differ_the_first_rank_has_its_way() -> None:
             init.normal_(each.weight, generator=given)
             init.uniform_(each.bias, generator=given)
         reference.assert_same_weights(model, alone, rtol=0, atol=0)
-    torch.manual_seed(dist.get_rank())  # dropout, say, may continue as it would
+    # Except on rank 0, later random numbers, of dropout for example, stay the same.
+    torch.manual_seed(dist.get_rank())
     expected = torch.rand(()) if dist.get_rank() else None
     torch.manual_seed(dist.get_rank())
     init.normal_(model.weight)

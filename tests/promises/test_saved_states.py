@@ -1,5 +1,5 @@
-"""``torch.save`` and ``torch.load`` of states, each rank its own file; and
-``torch.distributed.checkpoint.async_save`` of sharded models and optimizers, as torchtitan's."""
+"""``torch.save`` and ``torch.load`` of states, a file for each rank; and
+``torch.distributed.checkpoint.async_save`` of sharded models and optimizers, as in torchtitan."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 def save_in_background(state: dict[str, Any], folder: str, **options: Any) -> None:
     """As torchtitan does: nothing changes the state until it is staged."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it deprecates in itself
+        warnings.simplefilter("ignore")  # torch calls functions that it deprecates
         response: Any = dcp.async_save(state, checkpoint_id=folder, **options)
         if hasattr(response, "staging_completion"):
             response.staging_completion.result()

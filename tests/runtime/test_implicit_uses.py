@@ -1,7 +1,7 @@
 """Parameters read outside of their unit's forward: when they are full, and the extra gathers.
 
-That such models train as one process does is in ``test_real_models.py``. A caller that read freed
-memory would end the process, so every test here is one of ranks in processes of the pool.
+``test_real_models.py`` tests that such models train as one process does. A caller that read freed
+memory would end its process, so all tests here run in processes of the pool.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def backward(model: nn.Module, rank: int) -> None:
 
 
 def assert_stepped(model: nn.Module, num_microbatches: int) -> None:
-    """Weights are those after a step with the mean over ranks of the sum over equal
-    microbatches."""
+    """Weights are those after a step with gradients that are summed over equal microbatches and
+    averaged over ranks."""
     alone, size = made(), dist.get_world_size()
     for _ in range(num_microbatches):
         for rank in range(size):

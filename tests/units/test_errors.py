@@ -200,7 +200,7 @@ def test_parameters_that_were_collected_before_sharding_are_not_trained_in_silen
         with pytest.raises(RuntimeError, match=message):
             use()
     engine.zero_grad_buffer()
-    # Their values can be read.
+    # Values of collected parameters can be read.
     for param, value in zip(collected, before, strict=True):
         assert param.shape == value.shape
         assert type(copy.deepcopy(param.detach())) is Tensor

@@ -287,7 +287,8 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     at::NoGradGuard guard;
     to.copy_(from);
   });
-  // The job does not keep pinned memory alive; its allocator does, and the host may overwrite it.
+  // The allocator of pinned memory, not the job, keeps `host` from reuse until the copy is done.
+  // The host may still overwrite it.
   if (host != nullptr && returns_at_once) record_pinned(host->data_ptr(), stream);
   if (!returns_at_once) synchronize_stream(stream, is_ours(self) ? "copy to host" : "copy from host");
   return dst;

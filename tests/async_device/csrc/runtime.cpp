@@ -112,7 +112,7 @@ struct Settings {
   std::function<void(const std::string&)> observer;
   int64_t dropped_wait = -1;
   uint64_t num_waits = 0;
-  std::string error;  // of the first job that failed since the last one was raised
+  std::string error;  // of the first job that failed since an error was last raised
 };
 Settings& settings() { return immortal<Settings>(); }
 
@@ -237,7 +237,7 @@ class StreamQueue {
   };
 
   void run() {
-    at::set_num_threads(1);  // sums in one order; and streams share the cores
+    at::set_num_threads(1);  // sums have one order, and streams share the cores
     for (uint64_t position = 0;; ++position) {
       Job job;
       {
@@ -378,7 +378,7 @@ void synchronize_device(const std::string& reason) {
 // only when they are done.
 //
 // The bytes of a new tensor are all ones (NaN in every floating dtype). A block is overwritten when
-// it is allocated again, not when it is freed: until its own stream waits for them, other streams
+// it is allocated again, not when it is freed: until its own stream waits for other streams, they
 // may still read it correctly. If all work that was enqueued before the free is done, the block is
 // overwritten immediately, so that a stream that does not wait for the first write reads NaN and
 // not an old value. Otherwise it is overwritten in its stream's order, like a first write by a
@@ -404,8 +404,8 @@ struct Block {
 
 using FreeBlocks = std::multimap<size_t, Block*>;
 
-// The block of this size that was freed last, and so is most likely still read where a program is
-// wrong.
+// The block of this size that was freed last: a program that reads freed memory most likely still
+// reads this one.
 Block* take_from(FreeBlocks& blocks, size_t num_bytes) {
   const auto [first, last] = blocks.equal_range(num_bytes);
   for (auto it = last; it != first;) {

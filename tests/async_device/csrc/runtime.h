@@ -91,7 +91,7 @@ struct Delays {
   std::array<double, kNumDelayedKinds> seconds{};  // before each job of a kind
   double host_seconds = 0;                         // before each enqueued job, in the host
   std::map<int64_t, double> by_stream;             // in place of `seconds`, by stream id
-  bool random = false;  // uniform between 0 and the figure; drawn from seed, stream and position
+  bool random = false;  // delays are uniform from 0 to these seconds; see `draw`
   uint64_t seed = 0;
 };
 void set_delays(Delays delays);

@@ -38,7 +38,7 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(each, FakeTensor) for each in types):
-            with _disable_current_modes():  # DTensors infer shapes; no memory
+            with _disable_current_modes():  # DTensors infer shapes, without memory
                 return func(*args, **kwargs)
         if any(each not in (Tensor, nn.Parameter) for each in types):
             return NotImplemented  # the operations of the subclass are dispatched here again

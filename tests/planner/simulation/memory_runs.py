@@ -96,7 +96,7 @@ def train(
 
 def measured(run: Run, num_steps: int = 2) -> int:
     """Most bytes that this rank held in the last step; to be called on all ranks."""
-    gc.collect()  # of models before
+    gc.collect()  # frees earlier models
     torch.manual_seed(0)
     with LiveStorages() as watch:
         model = run.build()

@@ -65,7 +65,7 @@ thorough = partial(pytest.param, marks=pytest.mark.thorough)
 
 @pytest.fixture(scope="module", autouse=True)
 def _traces() -> Iterator[None]:
-    """Keeps what Dynamo has traced for the next test."""
+    """Keeps Dynamo's traces from one test to the next."""
     with simulated_compiler():
         yield
 

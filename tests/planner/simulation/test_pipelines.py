@@ -102,7 +102,7 @@ INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 def test_the_bubble_is_that_of_the_formula(
     schedule: str, options: dict[str, Any], turns: int, bubble: list[int], stages: Any
 ) -> None:
-    """``turns``: the number of microbatches' turns of the slowest rank."""
+    """``turns``: compute of the slowest rank; a turn is a microbatch through two linears."""
     found = simulated(schedule, **options)
     num_ranks = len(bubble)
     seconds = (turns + min(bubble)) * TURN

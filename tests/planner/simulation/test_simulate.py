@@ -373,7 +373,7 @@ def test_memory_over_time_has_the_peak(checkpointing: bool | str, on_host: bool)
     sums = [sum(sizes) for _, sizes in series]
     assert max(sums) == found.peak_bytes
     assert dict(zip(KINDS, series[sums.index(max(sums))][1], strict=True)) == found.memory
-    # Between steps there are neither activations, but for the batch, nor full weights.
+    # Between steps there are no full weights, and the batch is the only activation.
     last = dict(zip(KINDS, series[-1][1], strict=True))
     assert last["transient"] == 0
     assert last["activations"] < 0.5 * found.memory["activations"]

@@ -212,8 +212,8 @@ def small() -> nn.Module:
     return Model(WIDTH, 4 * WIDTH, 256)
 
 
-# How a model is made, and the largest ratio of planned to measured memory; see the docs. Wrappers
-# of functional collectives, such as linears hold, have no memory and are not measured.
+# How a model is made, and the largest ratio of planned to measured memory; see the docs. The
+# wrappers of functional collectives that linears hold have no memory and are not measured.
 CASES: dict[str, tuple[Any, Any, Any, float]] = {
     "linears": (small, {"tokens": TOKENS}, cut, 1.045),
     "llama": (llama, LLAMA_BATCH, fe.apply_tp_plan, 1.035),
