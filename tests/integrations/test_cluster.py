@@ -106,7 +106,7 @@ def test_scripts_are_shell(script: Path) -> None:
         subprocess.run([checker, script], check=True, timeout=60)
 
 
-# What the training operator puts into each pod, for a job of this name.
+# The environment that the training operator sets in each pod of the job train-gpt.
 OPERATOR = {
     "PET_RDZV_ENDPOINT": "train-gpt-worker-0:23456",
     "PET_RDZV_BACKEND": "{rdzvBackend}",

@@ -54,7 +54,7 @@ def loss_of(model: Any, step: int, number: int) -> Tensor:
 
 
 class Replica(ElasticReplicas):
-    """A replica, its model and its optimizer; without a mesh it is one of two ranks."""
+    """A replica, its model and its optimizer. Without a mesh, each of two ranks is a replica."""
 
     is_closed = False
 
@@ -314,7 +314,7 @@ def train_five_steps(replica: Replica, leaves: bool = False) -> dict[str, Tensor
     num_replicas = []
     while replica.step < (3 if leaves else 5):
         for number in replica.microbatches():
-            if number != 3 or replica.step != 2:  # a microbatch without a backward
+            if number != 3 or replica.step != 2:  # one microbatch has no backward
                 place = replica.engine.ranks.rank
                 loss_of(replica.model, 10 * replica.step + 2 * place, number).backward()
         num_replicas.append(replica.num_replicas)

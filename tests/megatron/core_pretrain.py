@@ -37,8 +37,8 @@ class Job:
 
     Attributes:
         level: level of our wrapper; None: determined by ``distributed_optimizer``.
-        ours: use this package's three names. their_finalize, their_optimizer: use this one of
-            Megatron-Core's nevertheless.
+        ours: use this package's three names.
+        their_finalize, their_optimizer: use Megatron-Core's function also with ``ours``.
         dtype: one of DTYPES; "fp16" has a dynamic loss scale.
         experts: expert-parallel ranks; layers have four experts and biased routers. 0: dense.
         sync_funcs: the schedule says when to reduce and to gather.
@@ -292,7 +292,7 @@ class Training:
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).triu(1)
         counts = torch.ones_like(labels, dtype=torch.float32)
         if self.job.per_token:
-            counts[:, : dist.get_rank() % 2 + 1] = 0.0  # ranks of unequal length
+            counts[:, : dist.get_rank() % 2 + 1] = 0.0  # ranks have different numbers of tokens
         is_infinite = self.job.inf_on == (self.steps, dist.get_rank())
 
         def mean(losses: Tensor) -> Any:

@@ -443,7 +443,7 @@ def count_wrapped(inner: str, outer: str, shape: tuple[int, ...]) -> None:
             with messages.counting():
                 timed_step(ddp, optimizer, timeline, *batches_of(num_micro))
                 before = messages.operations.copy(), messages.calls.copy()
-                ddp.finish_grad_sync()  # final already
+                ddp.finish_grad_sync()  # gradients are final
             assert (messages.operations, messages.calls) == before
             counts, _ = expected_collectives(ddp.engine, levels, num_micro)
             kinds = ("all-gather", "reduce-scatter", "all-reduce")

@@ -1,5 +1,5 @@
-"""Megatron-LM's arguments determine wrapper and level, as its training loop does: the example in
-``docs/internals/megatron.md``, with Megatron-Core's unchanged configs."""
+"""Megatron-LM's arguments select wrapper and level as in its own training loop, in the example of
+``docs/internals/megatron.md`` with Megatron-Core's unchanged configs."""
 
 from __future__ import annotations
 

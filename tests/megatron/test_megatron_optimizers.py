@@ -1,6 +1,6 @@
 """Megatron-LM's loop with ``get_megatron_optimizer`` of this package gives the steps of
-Megatron-Core's own optimizers, of ``DistributedOptimizer`` with Adam. State is saved and resumed by
-Megatron-Core's checkpointing and by ours.
+Megatron-Core's own optimizers; with Adam, this is ``DistributedOptimizer``. State is saved and
+resumed by Megatron-Core's checkpointing and by ours.
 """
 
 from __future__ import annotations

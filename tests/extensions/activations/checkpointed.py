@@ -39,7 +39,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, debug=0.5)  # a name that torch's checkpoint takes for itself
+            x = block(x, debug=0.5)  # torch's checkpoint has an argument of this name
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
 
 

@@ -316,7 +316,7 @@ def test_checkpointing_of_transformers_beside_that_of_the_engine_is_named() -> N
     model = nn.ModuleList([transformers.LlamaForCausalLM(config) for _ in range(2)])
     fe.checkpoint_units(model, "0.model.layers.*")
     model[1].gradient_checkpointing_enable()
-    fe.checkpoint_units(model, "0.model.layers.*")  # the other model's blocks
+    fe.checkpoint_units(model, "0.model.layers.*")  # fine: these are blocks of model[0]
     model[0].gradient_checkpointing_enable()
     message = r"0\.model: expected one kind .* in 3 modules"  # the model and its two layers
     with pytest.warns(UserWarning, match=message) as found:
@@ -325,7 +325,7 @@ def test_checkpointing_of_transformers_beside_that_of_the_engine_is_named() -> N
 
 
 class Cached(Block):
-    """Takes an argument of its own that is named as the cache of ``transformers``."""
+    """Takes an argument with the name of the cache of ``transformers``."""
 
     def forward(self, x: Tensor, cache: dict[str, Tensor]) -> Tensor:
         return super().forward(x) * cache["scale"]

@@ -197,7 +197,7 @@ def test_the_device_holds_one_block_and_those_in_flight() -> None:
     for num_blocks in (6, 12):
         for in_flight in (0, BLOCK, 3 * BLOCK):
             found = peak(num_blocks, in_flight)
-            # The block also has an input and an output, or three gradients.
+            # The device also holds an input and an output, or else three gradients.
             assert found <= BLOCK + in_flight + 3 * tensor + 2**12, (num_blocks, in_flight, found)
         assert abs(peak(num_blocks, None) - peak(num_blocks, BLOCK)) <= 2**12
 

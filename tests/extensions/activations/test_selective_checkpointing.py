@@ -183,7 +183,7 @@ class Ahead(Backend):
 
 @functools.cache
 def compiled(when: str, checkpointing: Any) -> tuple[dict[str, Tensor | None], int]:
-    """Gradients of compiled blocks, and products in their graphs of backward.
+    """Gradients of compiled blocks, and the number of products in their backward graphs.
 
     Args:
         when: Blocks are compiled before or after ``shard``, or replaced as a whole.

@@ -24,7 +24,7 @@ from tests.extensions.adapters.peft_models import CONFIGS, adapted, llama, lora,
 from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.pretrained.families import FAMILIES
 
-NOT_ON_META = {"tokens"}  # they begin with rows of the base
+NOT_ON_META = {"tokens"}  # initial values are rows of the base
 TOKENS = torch.arange(8).view(2, 4)
 
 

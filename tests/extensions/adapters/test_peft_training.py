@@ -59,7 +59,7 @@ KINDS = [
 @pytest.mark.parametrize("level", LEVELS)
 @on_ranks(2)
 def test_adapters_train_as_peft_trains_them(level: str, kind: str, dtype: torch.dtype) -> None:
-    """Bit for bit: all ranks have the same batch, so that means over them are exact."""
+    """Bit for bit: all ranks have the same batch, which makes means over ranks exact."""
     plain, model = made(kind, dtype), made(kind, dtype)
     before = {name: value.clone() for name, value in plain.state_dict().items()}
     fe.shard(model, strategy=level, initial_values="rank0")

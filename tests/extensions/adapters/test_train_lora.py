@@ -54,7 +54,7 @@ def test_it_goes_on_after_a_kill_on_another_number_of_ranks(tmp_path: Path) -> N
     resumed, _ = (printed(*command_of(each, 1, "--steps", str(steps))) for each in (killed, whole))
     assert f"resumed after step {steps - 12}" in resumed
     found, expected = metrics(killed), metrics(whole)
-    # Parts of a batch are rounded to bf16 otherwise than the whole of it.
+    # Rounding to bf16 differs between a batch and its parts.
     assert found["train"] == pytest.approx(expected["train"], rel=5e-3)
     assert len(expected["train"]) == steps
     last = str(steps)

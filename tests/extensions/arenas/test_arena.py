@@ -47,7 +47,7 @@ def test_storages_share_no_byte_and_their_views_stay_valid_whatever_happens() ->
         assert view._version == versions[number] + num_writes[number]
         filled = [each for each in row if each.filled]
         if before is not None and before is not memory.arenas["full"].memory:
-            # The arena grows when no storage has memory of it.
+            # The arena grows when no storage uses its memory.
             first, stop = before.data_ptr(), before.data_ptr() + before.numel()
             others = [each._storage.data_ptr() for each in filled if each is not storage]
             assert not any(first <= place < stop for place in others)

@@ -70,7 +70,7 @@ class InHalves(models.Regression):
 
 
 class Spans(models.Small):
-    """Its six blocks in two checkpoints of several blocks each."""
+    """Runs its six blocks in two checkpoints, of four blocks and of two."""
 
     def predict(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -341,8 +341,8 @@ def test_nothing_is_allocated_after_the_second_step(
             train(plain_model, plain, (2,))
             held, peak = engine.memory_bytes(), plain.peak_memory_bytes()
             for role, arena in arenas_of(engine).items():
-                # The load is the peak, with each storage rounded up to 512 bytes; it is larger only
-                # where sizes differ.
+                # The load is the peak, with each storage rounded up to 512 bytes. The length is
+                # larger than the load only where sizes differ.
                 load, length = arena.load, 0 if arena.memory is None else arena.memory.numel()
                 assert peak.get(role, 0) <= load <= 2 * peak.get(role, 0), (name, role)
                 assert held.pop(role, 0) == length, (name, role)
@@ -362,7 +362,7 @@ def test_nothing_is_allocated_after_the_second_step(
 def test_nothing_is_allocated_where_gradients_outlast_their_backward(
     level: str, overlap: bool
 ) -> None:
-    """Under the wrapper reductions continue after backward, or begin then."""
+    """Under the wrapper, reductions continue or begin after backward."""
     config = fe.DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=level,
@@ -427,8 +427,8 @@ def test_planned_addresses_make_no_race(strategy: str, outer: str) -> None:
                 mp_policy=fe.MixedPrecisionPolicy(param_dtype=dtype),
                 config=config_of(budget, reduce_scatter_with_fp32_accumulation=narrow),
             )
-            # The unit in use, and those gathered ahead; in the first forward also the two layers
-            # beside blocks.
+            # Units are full while in use or prefetched. In the first forward, the two layers
+            # outside of blocks are full, too.
             num_full = 3 + {0: 0, 1: 1}.get(budget, 4)
             assert tracer.max_full == (num_full if strategy == LEVEL_3 else 0)
 

@@ -65,7 +65,7 @@ def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> 
 
 
 def check_nan(ddp: fe.DistributedDataParallel, plain: fe.DistributedDataParallel) -> None:
-    """NaN and Inf in one microbatch of one rank raise on all; training continues as without."""
+    """NaN or Inf in one microbatch of one rank raises on all ranks and affects no later step."""
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (ddp, plain)]
     last = dist.get_world_size() - 1
     message = (

@@ -1,4 +1,4 @@
-"""``model.to(dtype)`` and its kind on sharded models: as in torch, and training continues."""
+"""``to(dtype)``, ``double()`` etc. convert sharded models as in torch; training continues."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_what_cannot_be_converted_raises_and_changes_nothing() -> None:
         x = mine(data(0, torch.float32))
         with pytest.raises(ValueError, match="expected parameters to stay on cpu"):
             model.to("meta")
-        if level == "optim_grads_params":  # else buckets hold parameters in registration order
+        if level == "optim_grads_params":  # elsewhere, buckets do not follow modules
             with pytest.raises(ValueError, match=r"not converted\. Convert the whole unit"):
                 model.norm.double()
         model.float()
@@ -335,8 +335,8 @@ def test_modules_that_convert_themselves() -> None:
     assert model[1].float().total.dtype == torch.float32
 
 
-# Longest time until an error: `early_checks` lets a rendezvous check soon where missing ranks wait,
-# and the threads of ranks answer within half a second.
+# Longest time until an error. With `early_checks`, a rendezvous soon checks in which operation
+# missing ranks wait, and their threads answer within half a second.
 MOST_SECONDS = 30.0
 
 

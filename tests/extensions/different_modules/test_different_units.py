@@ -80,7 +80,7 @@ def test_weights_and_gradients_come_from_files(
 
 
 def step_and_rank(rows: int, seed: int) -> tuple[torch.Tensor]:
-    """A batch of the example, by a seed of ``reference.make_data``."""
+    """Returns the step and the rank of a seed of ``reference.make_data``, for ``example_loss``."""
     return (torch.tensor([seed // 10_000, seed % 100 - 1]),)
 
 
@@ -211,7 +211,8 @@ def test_ranks_in_the_forwards_of_two_engines_raise() -> None:
     engines = [fe.shard(model, units=maze.UNITS) for model in models]
     first = dist.get_rank()
     expected = "all ranks in forwards and backwards of one engine; found ranks in those of two"
-    with engines[0].together(), engines[1].together(), torch.no_grad():  # one after the other
+    with engines[0].together(), engines[1].together(), torch.no_grad():
+        # All ranks use one engine, and then the other.
         for model, engine in zip(models, engines, strict=True):
             model(maze.inputs(0), maze.plain(first))
             engine.clip_grad_norm_(1.0)
@@ -339,7 +340,7 @@ def test_ranks_that_agree_gather_no_more_than_outside() -> None:
     one_left_out = maze.plain(*(n for n in range(maze.NUM_BLOCKS) if n != 2 * rank))
     others = [count_gathers(engine, engine.together(), one_left_out) for _ in range(3)]
     assert together[1:] == outside[1:]
-    # A unit that a rank prefetched in vain is gathered for the other rank, and may be once more.
+    # A unit that one rank prefetched in vain is gathered for the other, and perhaps once again.
     assert max(others) <= outside[1] + 4
 
 
@@ -349,7 +350,7 @@ FORWARD, BOTH = b"\1\0", b"\1\1"
 @pytest.mark.parametrize(
     ("waits", "soon", "phase", "expected"),
     [
-        # Ranks need units 1 and 3; the one at 1 comes to 3 later.
+        # Unit 3 is held back, since the rank that votes for unit 1 will use it later.
         (b"\0\1\0\2", b"\0\0\1\1", FORWARD, [1]),
         # A rank computes ahead of the others, which wait for nothing.
         (b"\0\0\0\1", b"\0\0\1\1", FORWARD, []),

@@ -74,7 +74,7 @@ def make_model(kind: type[MoE] = MoE) -> nn.Module:
     model = GPT(config)
     for block in model.blocks:
         block.mlp = kind(config, NUM_EXPERTS)
-    return model.double()  # AdamW makes large steps of the rounding errors of zero gradients
+    return model.double()  # AdamW turns rounding errors of zero gradients into large steps
 
 
 def tokens_of(rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -192,8 +192,8 @@ def test_each_expert_that_a_rank_routes_to_is_gathered_once_in_forward_and_backw
         if step:  # the recorded order of the first step is a guess
             assert gathered == used
             assert max(found[name] for name in used) == 2  # the last one is kept for backward
-            # In forward: the root, the first block, its experts with the second block, its experts.
-            # In backward the second block and the root are still full.
+            # Votes in forward: the root; block 0; experts of block 0, and block 1; experts of block
+            # 1. In backward block 1 and the root are still full.
             assert found["votes"] == 4 + 2, found
 
 

@@ -1,4 +1,4 @@
-"""``engine.together()``: ranks run different numbers of forwards, between calls of all ranks."""
+"""``engine.together()``: ranks run different numbers of forwards between collective calls."""
 
 from __future__ import annotations
 

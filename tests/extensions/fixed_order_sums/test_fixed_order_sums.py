@@ -27,7 +27,8 @@ BF16 = fe.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 
 
 def tree(values: list[Tensor]) -> Tensor:
-    """The sum by definition: its first part is the largest power of two below ``len(values)``."""
+    """The sum by definition. The length of its first part is the largest power of two below
+    ``len(values)``."""
     if len(values) == 1:
         return values[0]
     half = 2 ** ((len(values) - 1).bit_length() - 1)

@@ -19,7 +19,7 @@ from tests.pool import Ranks
 
 ROOT = Path(__file__).parents[3]
 LEVELS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-# Rows of the tables, by the recipe of a model; None: plain weights in bf16.
+# By row of the tables: the recipe of the model (None: plain bf16 weights), and codec rules.
 ROWS = {
     "bf16": (None, ()),
     "native": (None, (fe.Float8(granularity="tensor"),)),

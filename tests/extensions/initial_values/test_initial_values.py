@@ -232,7 +232,7 @@ def weight_normed() -> nn.Module:
 
 
 def on_meta(make: Callable[[], nn.Module], first: str = "meta") -> nn.Module:
-    """Built on the meta device; by the first rank, on ``first``."""
+    """Builds a model on the meta device, and on rank 0 on device ``first``."""
     with torch.device("meta" if dist.get_rank() else first):
         return nn.Sequential(make())
 

@@ -120,7 +120,7 @@ def test_a_rank_without_a_batch_gets_a_copy_of_another_ranks_with_weight_0() -> 
 
 
 class LoadedOnRank1:
-    """A batch that other ranks cannot load, as one of a class that they cannot import."""
+    """A batch that only rank 1 can load, as if other ranks could not import its class."""
 
     def __reduce__(self) -> Any:
         return fail_unless_on_rank_1, ()
@@ -254,7 +254,8 @@ def test_experts_have_the_mean_of_all_samples() -> None:
     engine = fe.shard(model, units="blocks.*", expert_mesh=experts)
     x = rows(1 + 2 * dist.get_rank(), dist.get_rank())
     engine.mean_loss(model(x).sum(), len(x)).backward()
-    # Each rank has an expert of its own, whose gradient is that of its own samples, over all.
+    # Each rank has its own expert. Its gradient is the sum over the rank's samples, divided by 4,
+    # the number of all samples.
     expected = Net()
     (expected(x).sum() / 4).backward()
     found, right = (each.blocks[1].weight.grad for each in (model, expected))

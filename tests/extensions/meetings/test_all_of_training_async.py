@@ -118,7 +118,7 @@ FEATURES = {
 
 def check_feature(feature: str, pair: tuple[str, str], sizes: tuple[int, ...]) -> None:
     job = dataclasses.replace(FEATURES[feature], pair=pair, sizes=sizes, num_micro=len(sizes))
-    # bf16 rounds sums of another order to another neighbour: one in 2^8.
+    # A sum in another order may round to the next bf16 number, a relative error of 2^-8.
     rounding = 2e-2 if feature.startswith(("bf16", "fp8", "mixed")) else 2e-6
     assert not scene.compare(job, rounding if sizes == (2, 2) else 0.0)
 

@@ -47,7 +47,7 @@ def pair_loss(embeddings: Tensor) -> Tensor:
 
 
 def cached_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The loss of a batch. Sharded: its backward embeds mini-batches of 2 again (GradCache)."""
+    """The loss of a batch. If sharded, its backward embeds mini-batches of 2 again (GradCache)."""
     if fe.engine.engine_of(model) is None:
         return pair_loss(model(*batch))
     parts = batch[0].split(2)

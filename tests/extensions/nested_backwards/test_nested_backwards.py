@@ -155,7 +155,7 @@ within_together = cached.but(around=lambda engine: engine.together())
 @on_ranks(2)
 def test_ranks_have_different_numbers_of_mini_batches() -> None:
     for level in LEVEL_NAMES:
-        # Ranks that gather together need ``together``.
+        # Where gathers are collective, different numbers of calls need ``together``.
         for scenario in (within_together, cached)[: 2 - (level == "optim_grads_params")]:
             scenario.but(pair=(level, "no_shard"), batch=Rows(2, 7)).check()
 

@@ -54,7 +54,7 @@ def test_fp32_state_of_bf16_weights_stays_fp32(level: str, is_loaded: bool, tmp_
         model, engine, optimizer = make((level, "no_shard"), "RMSprop", offload, mp_policy=policy)
         if not found or not is_loaded:
             step(model, engine, optimizer, 0)
-            optimizer.state_dict()  # waits until state is home
+            optimizer.state_dict()  # waits for copies of state
             for state in optimizer.state.values():
                 state |= {key: state[key].float() for key in ("square_avg", "momentum_buffer")}
             if is_loaded:

@@ -1,4 +1,4 @@
-"""Blocks of files: reads and writes beside the mapping, with direct writes and without."""
+"""Blocks of files: reads, writes and the mapping agree, with and without direct writes."""
 
 from __future__ import annotations
 

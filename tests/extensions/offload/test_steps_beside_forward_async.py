@@ -100,7 +100,7 @@ def change_weights(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
 
 
 def on_another_stream(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
-    """The stream that has stepped waits, too, when another one reads first."""
+    """After a read on another stream, the stream that stepped must still wait."""
     with torch.deferred.stream(torch.deferred.Stream()):
         assert all(param.local.ndim for param in engine.model.parameters())
 

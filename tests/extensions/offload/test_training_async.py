@@ -67,7 +67,7 @@ def test_two_ranks_train_as_on_the_cpu_bit_for_bit(place: str, every_pair: bool)
     for seed, pair in enumerate(pairs if every_pair else few):
         for policy in policies_of(place, pair):
             given = job(place, pair, policy, sizes=(1, 2))
-            there = place if place in REST_ON_DISK else None  # as norms add in another order
+            there = place if place in REST_ON_DISK else None  # on disks, norms sum in another order
             expected = on_cpu(job(there, pair, policy, sizes=(1, 2)))
             with counting_chunks() as counts, small_pieces(), random_delays(seed):
                 found = train(given, on.NAME)

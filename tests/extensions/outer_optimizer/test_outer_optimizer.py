@@ -123,7 +123,7 @@ def test_an_optimizer_of_whole_tensors_is_within() -> None:
 
     run = Replica((2, 2), DELAYED, make_inner=make, wrap=fe.shard_optimizer)
     run.train(STEPS)
-    # The inner optimizer computes in bf16, which enlarges the difference of other orders of sums.
+    # The inner optimizer computes in bf16, which enlarges differences from the order of sums.
     run.check(simulated((2, 2), DELAYED, make_inner=make).run(STEPS), 2e-3)
 
 
@@ -373,7 +373,7 @@ def test_arguments_are_checked(given: dict[str, Any], words: str) -> None:
 
 @on_ranks(2)
 def test_replicas_with_permuted_or_later_loaded_weights() -> None:
-    """Permuted weights have the same sum. Weights that are loaded before the first step count."""
+    """Permuted weights raise although their sum is equal. Loads before the first step are used."""
     run = Replica((2, 1), {"every": 3})
     state = make_model().state_dict()
     with torch.no_grad():

@@ -63,8 +63,8 @@ class Job:
 
     def gradient(self) -> Tensor:
         """Returns the gradient of a step of two microbatches."""
-        # Errors shrink if the next values are much smaller. At no_shard the second reduction sends
-        # the whole gradient, and the first one of the next step only its share.
+        # Errors shrink if the next values are much smaller. So each reduction sends at least 0.4 of
+        # the gradient; the second one sends all of it at no_shard.
         for share in (0.6, 0.4):
             (share * self.model(inputs_of(dist.get_rank()))).backward()
         found = torch.cat([reference.full(p.grad) for p in self.model.parameters()])
@@ -204,7 +204,7 @@ def test_errors_of_a_gradient_that_is_dropped_are_bounded_by_the_next_one(bits: 
     job.model.zero_grad()
     gradient = mean_inputs()
     error = (job.gradient() - gradient).abs().max() / gradient.abs().max()
-    # Kept errors of twice half a scale, and half a scale of one encoding. One summand is exact.
+    # One summand is exact. The other has a kept error of up to a scale, and loses up to half.
     assert error < 1.5 / LARGEST[bits]
 
 

@@ -504,7 +504,7 @@ def test_a_rank_that_trains_asks_the_store_nothing() -> None:
 
 
 class EndingStore:
-    """A store whose rank ends after it has answered where the other ranks are."""
+    """A store that ends after it has returned the states of the other ranks."""
 
     def __init__(self, store: Any) -> None:
         self._store = store

@@ -23,7 +23,7 @@ STEPS = 2
 
 
 class Pair(torch.Tensor):
-    """Two inner tensors, both gathered; the hook of one argument."""
+    """Has two inner tensors, both gathered; ``fsdp_pre_all_gather`` has one argument."""
 
     @staticmethod
     def __new__(cls, a: Tensor, b: Tensor) -> Any:
@@ -68,7 +68,7 @@ class Pair(torch.Tensor):
 
 
 class Narrow(torch.Tensor):
-    """Travels as bf16 and computes in the parameter's dtype; the hook of five arguments."""
+    """Is gathered as bf16, computes in its dtype; ``fsdp_pre_all_gather`` has five arguments."""
 
     @staticmethod
     def __new__(cls, data: Tensor) -> Any:

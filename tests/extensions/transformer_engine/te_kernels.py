@@ -313,8 +313,8 @@ def dequantize(tensor: Any, dtype: int) -> Tensor:
 def create_empty_quantized_tensor(
     quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, pin_memory: bool
 ) -> Any:
-    """A quantised tensor with the encodings that its quantizer makes. Scales are zero, as those of
-    blocks that do not exist stay."""
+    """A quantised tensor with the encodings that its quantizer makes. All scales are zero;
+    ``quantize`` does not write those of blocks that do not exist."""
     from transformer_engine.pytorch.tensor import Float8Quantizer, Float8Tensor
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 

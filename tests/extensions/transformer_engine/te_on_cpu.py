@@ -40,7 +40,7 @@ MAX_OF_E5M2 = 57344.0
 WEIGHT = 1
 
 _native_tn = False
-_TN = "is_non_tn_fp8_gemm_supported"  # each of the modules that ask has the function
+_TN = "is_non_tn_fp8_gemm_supported"  # each module that calls it imports it by name
 
 
 def load() -> None:
@@ -108,8 +108,8 @@ def _package(name: str, folder: Path) -> types.ModuleType:
 
 
 def native_tn() -> Any:
-    """A context: Blackwell, whose matrix products read the row encoding in backward, too; there are
-    no transposes. Without it, Hopper."""
+    """A context that imitates Blackwell: matrix products read the row encoding in backward, too,
+    and there are no transposes. Outside of it, Hopper is imitated."""
     return mock.patch.object(sys.modules[__name__], "_native_tn", True)
 
 

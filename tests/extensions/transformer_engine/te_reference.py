@@ -47,7 +47,7 @@ def quantise(
     nominal: torch.dtype = torch.bfloat16,
     scale: float | Tensor | None = None,
 ) -> Quantised:
-    """``master``, (rows, columns), first rounded to the nominal dtype.
+    """Rounds ``master``, (rows, columns), to the nominal dtype, and quantises it.
 
     Args:
         scale: The scale of delayed scaling; None for other recipes.

@@ -67,7 +67,7 @@ def quantised_layers(model: nn.Module) -> dict[str, QuantisedLinear]:
 
 
 def scenario_of(recipe: str, num_blocks: int = 2, **changes: Any) -> Scenario:
-    """SGD on a stack, without clipping: a norm is another sum at each level."""
+    """SGD on a stack, without clipping, since levels sum norms in different orders."""
     made = {"model": partial(make_stack, recipe, num_blocks), "batch": make_batch, "steps": 3}
     return Scenario(**{**made, "max_norm": math.inf, **changes})
 
@@ -171,7 +171,7 @@ class Watch:
         }
 
     def _called(self, name: str, layer: Any, args: Any) -> None:
-        self._used[name] = layer.weight  # autograd saves it, whatever the module has in backward
+        self._used[name] = layer.weight  # autograd saves it: backward uses this one
         self._look(name, "rows")
 
     def _returned(self, name: str, layer: Any, args: Any, y: Tensor) -> None:

@@ -6,9 +6,9 @@
 
 Both build one model from one seed, see the same batches, and take the same steps with an
 elementwise optimizer. Ranks have the same data, so that the mean of their gradients is exactly
-each rank's: worlds are powers of two, and a gradient's half or quarter is exact. So main weights,
-and bytes and scales of both encodings whenever a module is about to multiply with them, are
-compared with ``torch.equal``. That asks of the device only that it computes the same twice.
+each rank's: worlds are powers of two, and a gradient's half or quarter is exact. So main weights
+are compared with ``torch.equal``, and so are bytes and scales of both encodings whenever a module
+is about to multiply with them. The device must only compute the same twice.
 
 Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins.
 """
@@ -125,9 +125,9 @@ def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
 
 def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
     """Microbatches of each step, in bf16, to which an engine would cast them. Drawn on the CPU, so
-    that every process has the same. Microbatches of a step are the same batch: where gradients are
-    sharded, each rank's part of the second gradient is added to the first, and such sums of a bf16
-    number and its parts are not rounded."""
+    that every process has the same. Microbatches of a step are one batch. Where gradients are
+    sharded, each rank's fraction of the second gradient is added to the first; the sum of a bf16
+    number and fractions of it is not rounded."""
     generator = torch.Generator().manual_seed(seed)
     shape = (16, 8) if kind == "imitation" else (*TOKENS, DIM)
     device = "cpu" if kind == "imitation" else "cuda"

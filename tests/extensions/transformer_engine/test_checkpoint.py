@@ -100,7 +100,7 @@ def differences(found: State, expected: State) -> list[str]:
 def load_each(folder: str, expected: dict[str, State], configs: list[Config]) -> None:
     for (label, state), (place, config) in itertools.product(expected.items(), enumerate(configs)):
         if len(configs) > 1 and (place + int(label[-1])) % 2:
-            continue  # each of several loads half of the checkpoints, of every recipe
+            continue  # each of several configs loads half of each recipe's checkpoints
         run = loaded(folder, label, config)
         assert not differences(run.state(), state), label
         watch = Watch(run.model, run.engine)

@@ -108,7 +108,7 @@ def test_a_weight_that_cannot_be_taken_is_refused_with_its_reason() -> None:
     for make, match in WEIGHTS.items():
         model = Holder(make())
         refused(model, match)
-        if not model.weight.is_meta:  # of one rank only: all raise
+        if not model.weight.is_meta:  # such a weight on one rank is an error on all
             other = Holder(make() if dist.get_rank() == 1 else nn.Parameter(torch.zeros(64, 64)))
             with pytest.raises(ValueError, match="" if dist.get_rank() else "failed on data-paral"):
                 fe.shard(other)

@@ -140,8 +140,8 @@ WAYS = [
 @on_ranks(2)
 def test_a_model_trains_bit_by_bit_alike_in_all_ways(name: str, recipe: str) -> None:
     make, changes = HABITS[name]
-    # By whether each microbatch is reduced. Otherwise ranks add their microbatches first, so that
-    # sums have another order, and some another last digit.
+    # True: each microbatch is reduced. False: each rank adds its microbatches first, so the order
+    # of sums differs, and sometimes the last digit.
     runs: dict[bool, list[Run]] = {True: [], False: []}
     if name in RECOMPUTED:
         runs[True].append(scenario_of(recipe, num_blocks=4).sharded())

@@ -152,7 +152,7 @@ def test_a_unit_seen_to_be_recomputed_gathers_both_planes_from_then_on(
 ) -> None:
     first, *later = ranks.run(gathers_of, whole, world_size=2)[0]
     names = ["blocks.2", "blocks.1", "blocks.0"]
-    # The last block's columns were asked for as forward left it.
+    # The last block's columns were requested at the end of its forward.
     assert first == [("blocks.3", (0,)), *((n, p) for n in names for p in ((1,), (0,)))]
     assert later == 2 * [[(name, (0, 1)) for name in names]]
 

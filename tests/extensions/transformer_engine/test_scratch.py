@@ -77,7 +77,7 @@ def test_it_sends_one_message_of_values_and_none_of_amaxes() -> None:
         assert (amaxes, none) == (2 * len(axes), 0)  # a buffer in each of two blocks
         assert gathers - gathers_once == 2 * len(axes)
         # Two encodings are as many bytes as the values. The difference is the messages of amaxes,
-        # with two bytes for each scale: each of two ranks sends half of them twice.
+        # with two bytes for each scale. An all-reduce over two ranks sends each byte once.
         scales = [state for b in fp8_buffers(engine) for state in b.weights.codec.state]
         assert sent - sent_once == len(axes) * sum(2 * state.numel() for state in scales)
 
@@ -86,7 +86,7 @@ def test_it_sends_one_message_of_values_and_none_of_amaxes() -> None:
 def test_it_takes_no_memory_but_while_gradients_are_there_and_leaves_zeros() -> None:
     model, engine = scenario(("optim", "no_shard"), reuses=True).sharded_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    engine.peak_memory_bytes(reset=True)  # views are made over memory that is there
+    engine.peak_memory_bytes(reset=True)  # ``shard`` makes views over allocated memory
     model(batch(0)).backward()
     assert "full" not in engine.peak_memory_bytes()
     optimizer.step()

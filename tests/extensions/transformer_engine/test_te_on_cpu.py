@@ -38,7 +38,7 @@ def test_the_worked_example_is_exact() -> None:
         if recipe != "delayed":  # has a scale of its own
             assert_equal(encodings(weight), found)
         assert torch.equal(weight.dequantize(dtype=torch.float32), whole)  # type: ignore[call-arg]
-    # 7.5 has 448 / 7.5 = 59.7: down to 32, and 7.5 / 448 up to 1 / 32.
+    # For 7.5, 448 / 7.5 = 59.7 is rounded down to 32, and 7.5 / 448 up to 1 / 32.
     for recipe, scale_inv in (("block", 1 / 32), ("mxfp8", 122)):
         assert quantise(whole * (7.5 / 7), recipe).row_scale_inv[0, 0].item() == scale_inv
     # In a column of MXFP8 each value is alone in its block, and has an exponent of its own.

@@ -81,7 +81,7 @@ def test_descriptions_have_shares_and_measured_memory_has_state() -> None:
         side.train(1)
     assert 0 < held <= measured.memory["optimizer"]
     del optimizer, side
-    assert "stepped on slices" not in str(engine.describe()), "it is still alive"
+    assert "stepped on slices" not in str(engine.describe()), "the optimizer is still alive"
 
 
 @on_ranks(2)
