@@ -5,6 +5,7 @@ Only the functions that print tables import rich, because training must not depe
 
 from __future__ import annotations
 
+import random
 import re
 import sys
 import textwrap
@@ -18,6 +19,19 @@ if TYPE_CHECKING:
 
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 COUNT_UNITS = ("", "k", "M", "B")
+
+
+def import_rich() -> None:
+    """Import rich. Call this before any other import of rich in a training process.
+
+    rich draws from Python's global random generator when it is imported. Often one rank prints a
+    table and the others do not, and their generators must stay equal.
+    """
+    state = random.getstate()
+    try:
+        import rich.style  # noqa: F401
+    finally:
+        random.setstate(state)
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class Column:
     @property
     def width(self) -> int:
         """Width in characters, including padding and a border."""
+        import_rich()
         from rich.text import Text
 
         texts = [Text(self.name), *map(Text.from_markup, self.cells)]
@@ -123,6 +138,7 @@ def add_columns(table: Table, columns: Sequence[Column], styles: Sequence[str] =
 
 def terminal_width() -> int | None:
     """Returns the width of the terminal in characters; None if stdout is a file or a pipe."""
+    import_rich()
     from rich.console import Console
 
     return Console().width if sys.stdout.isatty() else None
@@ -196,6 +212,7 @@ def format_seconds(seconds: float) -> str:
 
 def print_whole(table: Table) -> None:
     """Print a table without truncating cells. If the terminal is too narrow, lines are wrapped."""
+    import_rich()
     from rich.console import Console
 
     console = Console()
@@ -205,6 +222,7 @@ def print_whole(table: Table) -> None:
 
 def table_text(table: Table) -> str:
     """Render a table as plain text, without truncating cells."""
+    import_rich()
     from rich.console import Console
 
     console = Console(width=1000, no_color=True)

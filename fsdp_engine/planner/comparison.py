@@ -105,6 +105,7 @@ def comparison_table(
         prices: Dollars per GPU hour: one price for all rows, or one for each row. With ``items``,
             known prices add a column with the cost.
     """
+    terminal.import_rich()
     from rich.table import Table
 
     setting = found.rows[0].setting

@@ -60,6 +60,7 @@ def plan_progress(is_shown: bool) -> Iterator[PlanProgress]:
     if not is_shown:
         yield PlanProgress()
         return
+    terminal.import_rich()
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     from rich.table import Column

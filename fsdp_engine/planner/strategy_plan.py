@@ -580,7 +580,8 @@ class StrategyPlan:
             ) from error
 
     def __str__(self) -> str:
-        from fsdp_engine.planner.planner_tables import plan_table  # this import needs rich
+        terminal.import_rich()
+        from fsdp_engine.planner.planner_tables import plan_table
 
         table = terminal.table_text(plan_table(self.setting, self.outcomes))
         return f"{table}\n{advice(self.setting, self.outcomes, self.trials)}"

@@ -32,6 +32,7 @@ from fsdp_engine.pretrained.adapters import (
     match_adapter,
 )
 from fsdp_engine.pretrained.conversions import as_in_memory, ignored
+from fsdp_engine.terminal import import_rich
 
 
 @dataclass(frozen=True)
@@ -359,6 +360,7 @@ def _progress_bar(num_bytes: int, shows: bool) -> Iterator[Callable[[int], None]
     if not shows:
         yield lambda count: None
         return
+    import_rich()
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 

@@ -33,7 +33,7 @@ from fsdp_engine.optim.step_placement import StepPlacement
 from fsdp_engine.runtime.scheduler import Scheduler
 from fsdp_engine.runtime.unit import Unit
 from fsdp_engine.strategies import Axis, Role, Strategy
-from fsdp_engine.terminal import fold_name, format_bytes, table_text
+from fsdp_engine.terminal import fold_name, format_bytes, import_rich, table_text
 from fsdp_engine.units.assignment import expect
 
 # Width of a table in characters, unless the name of a module is too long for it.
@@ -239,7 +239,7 @@ def _table(
         columns: For each other column: the heading, the cells, and the cell of the last row.
         title: The title of the table.
     """
-    # rich is imported here, since most training runs print no table.
+    import_rich()  # here, since most training runs print no table
     from rich.table import Table
 
     used = sum(max(map(len, (top, *cells, last))) + _BORDER for top, cells, last in columns)

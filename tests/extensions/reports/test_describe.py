@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from tests.messages import GATHERS, REDUCTIONS, expected_collectives
 from tests.models import Block, Stack, Transformer, lora_model
 from tests.pairs import EVERY_PAIR
 from tests.pool import on_ranks
+from tests.processes import printed
 from tests.runtime.habits import Language
 from tests.training import mesh_of
 
@@ -96,3 +98,28 @@ def test_a_model_of_small_modules_says_that_they_are_one_unit() -> None:
         options = fe.Options(min_unit_size=size)
         engine = fe.shard(model, options=options, initial_values="rank0")
         assert (joined in " ".join(str(engine.describe()).split())) is expected
+
+
+DRAWS = """
+import random, sys, torch, fsdp_engine as fe
+from fsdp_engine.terminal import terminal_width
+engine = fe.shard(torch.nn.Linear(2, 2)) if sys.argv[1] != "plan" else None
+reports = {
+    "describe": lambda: str(engine.describe()),
+    "width": terminal_width,
+    "plan": lambda: str(fe.plan(lambda: torch.nn.Linear(2, 2), (torch.ones(1, 2),), world_size=2)),
+}
+before = random.getstate()
+assert "rich" not in sys.modules
+reports[sys.argv[1]]()
+assert sys.argv[1] == "width" or "rich" in sys.modules
+assert random.getstate() == before
+"""
+
+
+@pytest.mark.parametrize("report", ["describe", "width", "plan"])
+def test_a_report_of_one_rank_draws_no_random_numbers(report: str, tmp_path: Path) -> None:
+    """Ranks that print nothing would otherwise draw other numbers afterwards."""
+    program = tmp_path / "draws.py"
+    program.write_text(DRAWS, encoding="utf-8")
+    printed(str(program), report)
