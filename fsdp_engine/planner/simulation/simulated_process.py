@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -62,6 +63,17 @@ class SimulatedProcess:
 
 
 @contextmanager
+def _kept_random_state() -> Iterator[None]:
+    """Restore the state of Python's random generator, from which torch's registrations of
+    collectives draw."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
 def simulated_process(
     clock: Clock,
     sizes: Sequence[int],
@@ -90,6 +102,7 @@ def simulated_process(
     memory.place = lambda: (clock.phase, names.last())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
+        _kept_random_state(),
         kept_rules(),
         simulated_ranks(
             sizes,
