@@ -164,8 +164,11 @@ class Engine:
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError. (For type checkers, this declares the methods of extensions.)"""
-        is_of_module = hasattr(nn.Module, name) or name in ("module", "backward", "step")
-        advice = ". fe.shard changes the model in place: use the model for this" * is_of_module
+        advice = ""
+        if hasattr(nn.Module, name) or name == "module":
+            advice = ". fe.shard changes the model in place: use the model for this"
+        if name == "state_dict":
+            advice += ", or engine.full_state_dict() for full weights"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
 
     def __repr__(self) -> str:

@@ -53,6 +53,7 @@ from fsdp_engine.checkpoint.stage_place import Place, place_of
 from fsdp_engine.checkpoint.writer import Writer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.collectives import gather_objects
+from fsdp_engine.terminal import counted
 
 
 class Run:
@@ -255,12 +256,13 @@ class Run:
         elif not is_same_job:
             of_rank_0, was_used = self._of_other_ranks(rows, draws)
             self._random_use.restart(was_used=was_used)
-            sizes = f"{manifest.world_size} at the save, {self.ranks.size} at this load"
-            other = f"expected as many ranks as at the save; found {sizes}. "
+            at_save = counted(manifest.world_size, "rank")
+            other = f"found {at_save} at the save, {self.ranks.size} at this load. "
             if was_used:
                 warned.append(
-                    f"{other}Random states stay as they are. So a loop that draws batches with the "
-                    "global generators repeats its first batches. iter(DataLoader) uses these "
+                    f"{other}Random states stay as they are. The run has drawn from the global "
+                    "generators of torch, Python or NumPy: a loop that draws batches from them "
+                    "repeats its first batches. iter(DataLoader) uses these "
                     "generators, unless it has generator=; DistributedSampler does not. Seed each "
                     "step by its number and the rank, or call torch.manual_seed(seed + step * "
                     "ranks + rank) now"
