@@ -86,7 +86,7 @@ class MainShard:
         return Gather(spec.label, spec.tag, encode, reads=[main], writes=[*codec.state])
 
     def changed_on_host(self) -> None:
-        """Called after code of the host has written the shard."""
+        """Called after the engine has written the shard outside of an optimizer step."""
 
     def unregister(self) -> None:
         """Subtract the memory from the ledger. The memory is freed with this object."""

@@ -155,8 +155,8 @@ class PublishedGradients:
         """Check the gradient that autograd is about to accumulate into sharded parameter ``index``.
 
         Raises:
-            RuntimeError: ``grad`` is not computed from gradients of slices. The message names the
-                parameter.
+            RuntimeError: An ``autograd.Function`` computed ``grad`` from this rank's values, so it
+                is not reduced. The message names the parameter.
         """
         param = self._params[index]
         assert isinstance(param, FlatDTensor)

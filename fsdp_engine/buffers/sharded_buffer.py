@@ -318,8 +318,8 @@ def _copy_source(source: Tensor | None, target: Tensor) -> Steps:
 def _scatter(
     comm: Communicator, sent: Tensor, out: Tensor, is_final_sum: bool, how: Reduction
 ) -> Operation:
-    """Returns the operation of a reduce-scatter. ``is_final_sum``: ``out`` is outside of the buffer
-    of ``sent``, in which gradients are larger by ``boost``, so the sums are divided by it."""
+    """Returns the operation of a reduce-scatter. ``is_final_sum``: Divide the sums by ``boost``,
+    because gradients are larger by this factor in ``sent``, but not in ``out``."""
     return partial(
         comm.reduce_scatter,
         sent,

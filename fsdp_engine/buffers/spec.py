@@ -45,12 +45,13 @@ class ParamRecord:
     @property
     def shard(self) -> nn.Parameter:
         """This rank's shard of a DTensor ``param`` on mesh dimensions other than the engine's, as a
-        plain parameter with the user's attributes. ``param`` itself if it is not a DTensor."""
+        plain parameter with the user's attributes. ``param`` itself if ``spread`` is None."""
         param = self.param
         if self.spread is None:
             return param
         with torch.no_grad():
-            made_whole = not isinstance(param, DTensor)  # a full tensor, which gets values later
+            # A full plain tensor replaces a DTensor that is moved off the meta device.
+            made_whole = not isinstance(param, DTensor)
             local = self.spread.shard_of(param) if made_whole else param.to_local()  # type: ignore[attr-defined]
         shard = nn.Parameter(local, requires_grad=param.requires_grad)
         own = ("_local_tensor", "_spec")

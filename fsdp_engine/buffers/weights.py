@@ -299,8 +299,8 @@ class Weights:
         Returns whether any memory was allocated. If so, the chain must follow all work that compute
         was given so far.
 
-        The memory is allocated and freed on the compute lane, like the memory of the model, so that
-        each can reuse the memory of the other.
+        The memory is allocated and freed on the compute lane, like that of the model, so that the
+        weights and the model can reuse each other's memory.
         """
         allocates = False
         for storage in storages:

@@ -159,8 +159,8 @@ class ParamCodec(ABC):
         """Returns the parameter that modules compute with. Called once per parameter, in order.
 
         Args:
-            param: The user's parameter. For a codec that ``converted`` has made: the parameter that
-                modules compute with, whose contents the caller replaces by those of the result.
+            param: The user's parameter. For a result of :meth:`converted`: the present parameter of
+                the modules. The caller replaces its contents by those of the returned parameter.
             full: The full parameter: for each wire, a tensor of the parameter's shape. These
                 tensors may have no memory during this call.
         """

@@ -20,7 +20,7 @@ from fsdp_engine.extension_list import advice_for
 PATIENCE_SECONDS = float(os.environ.get("FSDP_ENGINE_PATIENCE_SECONDS", "60"))
 
 
-# Follows the operation in the error of a failed wait.
+# The text after the name of the operation in the error of a failed wait.
 ANOTHER_FAILED = "did not complete: another rank failed"
 
 

@@ -64,8 +64,8 @@ def make_other_lanes(
 def compute_waits_for(event: torch.Event) -> None:
     """Make the model's stream wait for ``event``.
 
-    Work that is submitted to this stream afterwards runs after ``event``, and so does work of lanes
-    that waits for this stream.
+    Work that is submitted to this stream afterwards runs after ``event``. A lane that then waits
+    for this stream also waits for ``event``.
     """
     event.wait()
 

@@ -55,7 +55,8 @@ def fingerprint(tensor: Tensor) -> Tensor:
     for chunk in integers.split(_CHUNK) if len(integers) else ():
         factors = _factors(len(chunk), tensor.device)
         if chunk.dtype == torch.int64:
-            # An odd factor leaves the highest bit in place: two sign bits would cancel in the sum.
+            # Mix the high bits into the low ones. Otherwise two sign bits would cancel in the sum,
+            # because an odd factor leaves the highest bit in place.
             chunk = chunk ^ (chunk >> 32 & 0xFFFFFFFF)
         total = total * _FACTOR + factors.mul_(chunk).sum()
     return total

@@ -196,7 +196,7 @@ class DataMesh(Ranks):
 # The control group, the message group, the outer axis and the inner axis of a mesh.
 Axes = tuple[dist.ProcessGroup | None, dist.ProcessGroup | None, MeshAxis, MeshAxis]
 
-# Axes with their groups, by default group and then by device type, shape and ranks.
+# Axes with their groups. Outer keys: default groups. Inner keys: device type, shape and ranks.
 _KNOWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], Axes]] = (
     weakref.WeakKeyDictionary()
 )

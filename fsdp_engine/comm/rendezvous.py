@@ -103,10 +103,10 @@ def meet(
         timeout: Maximum time to wait.
         note: A text that must be the same on all ranks.
         has: Whether this rank already has the object that the rendezvous is for.
-        groups: Groups that are used after the rendezvous. None of their earlier collectives may be
-            pending, so a rank that keeps waiting in a collective of one of these groups will not
-            arrive. In this case the rendezvous fails, and the connections of gloo groups are
-            closed, so that the waiting rank raises an error with the same text.
+        groups: Groups that are used after the rendezvous. Their earlier collectives must be
+            complete, so a rank that keeps waiting in one of these groups has skipped the
+            rendezvous. The rendezvous then fails, and the connections of gloo groups are closed,
+            so that the waiting rank raises an error with the same text.
 
     Raises:
         RuntimeError: A rank did not arrive, and the message names the ranks; or a rank has reported

@@ -103,7 +103,7 @@ class FSDPModule(fsdp.FSDPModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether the next backwards reduce gradients along axes over which gradients are not
-        sharded. No effect after ``set_requires_gradient_sync(False)``, which disables them."""
+        sharded. ``set_requires_gradient_sync(False)`` takes precedence."""
         for group in _groups(self, recurse):
             group.unit.options.syncs = group.requires_gradient_sync and bool(requires_all_reduce)
 
@@ -221,7 +221,7 @@ class FSDPModule(fsdp.FSDPModule):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: object = None
     ) -> None:
-        """Raise NotImplementedError: a mesh of two axes adds a second reduction."""
+        """Raise NotImplementedError. Use a mesh of two axes, or hooks on sharded parameters."""
         _refuse(
             "set_all_reduce_hook()",
             "a 2-D mesh reduces along its second axis, and hooks on sharded parameters "

@@ -95,7 +95,7 @@ def fully_shard(
         mesh: Mesh of the data-parallel ranks: (inner,), or (outer, inner) for HSDP. None: all
             ranks.
         reshard_after_forward: Whether to free full parameters after forward and gather them again
-            for backward. None: True, except for the root module if backward begins with it. The
+            for backward. None: True. A module whose backward is the next use is not resharded. The
             number 1 has the effect of False, a greater number that of True. A greater number that
             is not the number of ranks that share a parameter also warns.
         shard_placement_fn: Function that is called for each parameter. Its result is checked but

@@ -81,7 +81,7 @@ class RangesOfRanks(NamedTuple):
 
     Attributes:
         first_rank: Index of the first rank that holds elements.
-        first: Number of elements of this rank.
+        first: Number of elements that ``first_rank`` holds.
         next: Number of elements of each following rank. If there are several, the last one may
             hold fewer. 0: no rank follows.
     """

@@ -227,10 +227,10 @@ class DistributedDataParallel(WrapperAttributes):
         return [each for each in self.module.modules() if hasattr(each, "is_first_microbatch")]
 
     def broadcast_params(self) -> None:
-        """Broadcast rank 0's values to all ranks that hold the same elements. Collective.
+        """Broadcast values from the first of the ranks that hold the same shard. Collective.
 
-        The constructor broadcasts all values of rank 0, including to ranks that hold the only copy
-        of their elements.
+        Shards that only one rank holds do not change. (The constructor sets all shards to the
+        values of rank 0.)
         """
         self.engine.broadcast_params()
 
@@ -380,7 +380,7 @@ class DistributedDataParallel(WrapperAttributes):
 
     def _gather_unless_overlapped(self) -> None:
         """If the level does not shard parameters, gather them from the main weights now, unless
-        ``overlap_param_gather`` is set. Forwards then issue no gathers, so ranks may skip one."""
+        ``overlap_param_gather`` is set. A forward then issues no gathers, so ranks may skip it."""
         if not self.ddp_config.overlap_param_gather and self.engine.strategy.depth(Role.PARAM) == 0:
             self.engine.start_param_sync(wait=True)
 
@@ -496,8 +496,8 @@ class TorchFullyShardedDataParallel(DistributedDataParallel):
             number of ranks that share a parameter, the wrapper also warns.
         module: The model; modified in place.
         sub_modules_to_wrap: Classes, or dotted paths of classes, whose modules become units. None:
-            transformer layers and the modules outside of them. Classes in ``_fsdp_modules``
-            attributes of modules also become units (with None: besides Megatron-Core's default).
+            transformer layers and the modules outside of them. Classes that modules list in
+            ``_fsdp_modules`` are added (with None: to Megatron-Core's default list).
         disable_bucketing: Use one bucket for each kind of parameter that belongs to no unit.
         process_group: The group of data-parallel ranks. None: the group of ``parallel_state``,
             including context parallelism, if that is initialized.

@@ -24,9 +24,10 @@ device, without a host sync.
 [Note: Router bias]
 Expert biases of routers are updated for load balancing without an auxiliary loss. Wang et al. 2024,
 "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts" (arXiv:2408.15664): ``bias +=
-rate * sign(mean count - count)``, with the attribute names of Megatron-Core's router. With its
-quantile balancing (megatron-core 0.19), the biases are moving averages of each step's quantiles,
-whose mean is subtracted. The quantiles are averaged over microbatches and data-parallel ranks.
+rate * sign(mean count - count)``, with the attribute names of Megatron-Core's router. With the
+router's quantile balancing (megatron-core 0.19), biases are moving averages of each step's
+quantiles, minus the mean over experts. The quantiles are averaged over microbatches and
+data-parallel ranks.
 """
 
 from __future__ import annotations
