@@ -93,8 +93,8 @@ class Engine:
         units: The units of the model, the root first.
         budget: The prefetch window in elements.
         staging_budget: The limit on staging buffers of gradients in flight.
-        model_part: The part of a larger model that this module is, such as "1 of 4"; it is used in
-            the names of checkpoints. "": the module is the complete model.
+        model_part: "1 of 4", for example, if ``model`` is a stage of a larger model. A checkpoint
+            folder belongs to one stage. "": no stage is known.
         communicators, scheduler, reductions, lanes, guard, hooks: Internal objects, for extensions.
         parts: Objects with lanes of their own (``EnginePart``), which extensions add.
         total_norm: The function that computes the norm of gradients. An extension may replace it.
@@ -197,7 +197,7 @@ class Engine:
         return MissingValues(self.model, self._check_load)
 
     def _check_load(self, *args: object) -> None:
-        """Check that a load replaces the trained weights, and not others in their place."""
+        """Check, before a load of weights, that the model holds the trained weights."""
         self.check_trained_weights("load of weights")
 
     @contextmanager
@@ -217,8 +217,8 @@ class Engine:
             self._other_weights = before
 
     def check_sharded(self, what: str) -> None:
-        """Check that modules do not hold full main weights, because operations on main weights do
-        not change the full ones.
+        """Check that modules do not hold full main weights, because operations on the sharded main
+        weights do not change these.
 
         Args:
             what: Name of the operation in the message.
@@ -560,7 +560,8 @@ class Engine:
 
     @property
     def number(self) -> int:
-        """The number of engines that were made before for the same ranks; equal on these ranks."""
+        """The index of this engine among the engines of the same ranks, in order of creation. It
+        is the same on all of these ranks."""
         return self.communicators.data.number
 
     @property

@@ -47,7 +47,8 @@ class Extension:
             module ``engine`` is imported.
         files: Modules outside of the folder that belong to the extension, because users import
             names from them.
-        words: Other texts in source files that show a use of the extension.
+        words: Other texts by which ``python -m tools.extensions`` finds tests that use the
+            extension.
     """
 
     folder: str

@@ -1,4 +1,4 @@
-"""The names that the planner uses of the kernel (the package without its extensions).
+"""Names of the kernel (the package without its extensions) that the planner uses.
 
 The planner imports no other names, so it does not depend on how the kernel is divided into files.
 ``tests/test_architecture.py`` checks this. The names are:
@@ -6,8 +6,8 @@ The planner imports no other names, so it does not depend on how the kernel is d
 - the backend with its lanes and allocations, which a simulation replaces, and the hardware, on
   which measurements run;
 - arguments of :func:`~fsdp_engine.shard`, engines, and functions that build them;
-- results that need no ranks: plans, with the sizes of their units, and the formulas of
-  strategies;
+- plans with the sizes of their units, and the formulas of strategies, which are computed without
+  ranks;
 - extensions by name.
 """
 

@@ -158,11 +158,11 @@ def wrapped(text: str, width: int | None) -> str:
 
 
 def fold_name(name: str, width: int) -> str:
-    """Break a qualified name into lines after dots and spaces. The name of a module is not broken.
+    """Break qualified names into lines, only after dots and spaces.
 
     Args:
         name: Qualified names of modules, such as "encoder.layers.0 .. encoder.layers.7".
-        width: The number of characters of a line. A longer name of a module has a longer line.
+        width: The number of characters of a line. Longer components are not broken.
     """
     lines = [""]
     for part in re.findall(r".[^. ]*[. ]*", name):

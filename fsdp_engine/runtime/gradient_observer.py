@@ -35,7 +35,7 @@ class GradientObserver:
         """
 
     def before_sending(self, buffer: ParamAndGradBuffer) -> None:
-        """Called before the first reduction of gradients of ``buffer``."""
+        """Called each time before gradients of ``buffer`` are reduced along their first axis."""
 
     def issued(self) -> None:
         """Called when the last reductions of the step have been submitted."""

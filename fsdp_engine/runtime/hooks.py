@@ -246,7 +246,7 @@ class ModuleHooks:
         self._register(module)
 
     def _register(self, module: nn.Module) -> None:
-        """Register the hooks on the module, outside of the user's hooks."""
+        """Register the hooks so that they run before and after the user's present hooks."""
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             return self.before(args, kwargs)

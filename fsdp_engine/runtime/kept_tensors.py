@@ -45,7 +45,7 @@ class KeptTensors:
             arguments: The arguments of the call.
 
         Returns:
-            Two values: the tensors that were found; and, for messages, a text about a tensor that
-            the call computed after the outputs and the found tensors and stored elsewhere, or None.
+            Two values: the tensors that were found; and a text for messages, or None. The text
+            describes a tensor that the call stored elsewhere, computed later than all of these.
         """
         return [], "others (the extension kept_tensors, which finds them, is not installed)"

@@ -14,9 +14,9 @@ unsharded while the model's forward runs. The first forwards show which units th
   by each read, so that work before the read does not wait for it.
 
 Parameters of blocks can also be read without a call: a diffusion model may call the modulation of a
-block before the block. A function that receives such a sharded parameter enters the unit with the
-model's forward. The unit is then full until that forward returns; if its parameters are sharded, a
-warning says so once.
+block before the block. When a function receives such a sharded parameter, the unit is entered. It
+then stays full until the model's forward returns; if its parameters are sharded, a warning says so
+once.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ class ModelHooks:
             # Either all modules of a unit have hooks or none has: the gradients of the unit are
             # complete when the backwards of all its calls have ended.
             for module in unit.modules:
-                # Inputs of loose modules are not cast: the model's forward computed them.
+                # Inputs of loose modules are not cast. The model's forward, which casts its own
+                # inputs, has computed them.
                 dtypes = (None, unit.output_dtype) if module in beside else casts
                 if module not in self._hooks:
                     self._hooks[module] = ModuleHooks(scheduler, module, dtypes, engine)

@@ -65,8 +65,8 @@ class Backward:
         self._left: dict[Call, int] = {}
 
     def observes(self, call: Call) -> bool:
-        """Returns whether this object must observe the backward of ``call``, which begins. False,
-        in a subclass: this method has done everything that the call needs."""
+        """Called when the backward of ``call`` begins. Returns whether this object must observe it.
+        False, in a subclass: this method has done everything that the call needs."""
         return True
 
     def has_entered(self, call: Call) -> bool:
@@ -77,8 +77,8 @@ class Backward:
         return call in self._left and self._left[call] == current_run()
 
     def computes_with(self, units: Collection[Unit], containing: Collection[int]) -> bool:
-        """Returns whether any call whose backward is running has a unit that is in ``units`` or
-        contains other units.
+        """Returns whether a unit in ``units``, or any unit that contains other units, has a call
+        whose backward is running.
 
         Args:
             units: The units to look for.

@@ -58,7 +58,7 @@ class PendingReductions:
             self._free_oldest(1)
 
     def finish_first(self, units: Collection[Unit]) -> None:
-        """Wait for the oldest reductions, up to the first one of a unit outside of ``units``."""
+        """Wait for the oldest reductions, as long as they are reductions of ``units``."""
         while self._reading and self._reading[0][0] in units:
             self._free_oldest(1)
 

@@ -1,4 +1,4 @@
-"""When gradients are reduced: which unit is next, how many are in flight, when they are published.
+"""The order of reductions, their number in flight, and when gradients are published.
 
 [Note: Order of reductions]
 Reductions must be issued in one order on all ranks, but ranks may finish units in different orders
@@ -73,7 +73,7 @@ class GradientArrival(enum.Enum):
 
 
 class ReductionQueue:
-    """The reductions of one backward, in canonical order.
+    """The reductions of one backward, in the reverse of the canonical order.
 
     Args:
         units: The trainable units, in the order of their reductions.
@@ -175,7 +175,8 @@ class StepReductions:
     Attributes:
         phase: The phase of the gradients, which is not CLEARED.
         partial: Numbers of units whose gradients the last backward has accumulated, not reduced.
-        reduced_units: Numbers of units that got gradients since gradients were last published.
+        reduced_units: Numbers of units whose accumulation buffers were written since gradients were
+            last published.
         hooks_are_due: Whether users' hooks must still run on the final gradients.
     """
 
@@ -186,7 +187,7 @@ class StepReductions:
 
 
 class Reductions:
-    """Issues reductions in canonical order within a memory budget.
+    """Issues reductions in the reverse of the canonical order, within a memory budget.
 
     Args:
         units: All units of the model, in module order.
@@ -339,8 +340,8 @@ class Reductions:
         )
 
     def _is_last(self, partial: Collection[int]) -> bool:
-        """Returns whether a backward that only accumulates gradients of units ``partial`` is the
-        step's last one."""
+        """Returns whether the backward that begins is the step's last one. ``partial``: the units
+        whose gradients it only accumulates."""
         is_last = self.sync and self._timing.reduces_in_backward
         return is_last and len(partial) < max(len(self.order), 1)
 
@@ -368,7 +369,7 @@ class Reductions:
 
     def _reduce_again(self, queue: ReductionQueue, unit: Unit) -> ReductionQueue:
         """Handle a gradient of ``unit`` that arrives after the unit's reduction was submitted. A
-        subclass returns the queue of another reduction.
+        subclass can begin a second queue for this backward, and return it.
 
         Raises:
             RuntimeError: The gradients of a unit are reduced only once in a backward.
@@ -480,8 +481,8 @@ class Reductions:
             self._move_to(Phase.FINAL)
 
     def run_hooks(self) -> None:
-        """Run users' hooks on final gradients, and add earlier gradients to the results. No forward
-        or backward may be running."""
+        """Run users' hooks on final gradients. See :meth:`.ParamAndGradBuffer.run_hooks`. No
+        forward or backward may be running."""
         step = self._step
         if step is not None and step.hooks_are_due:
             step.hooks_are_due = False

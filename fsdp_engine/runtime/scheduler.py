@@ -213,7 +213,8 @@ class Scheduler:
             if unit.state is State.GATHERING and not unit.is_current:
                 unit.wait()  # weights have changed since it was gathered: it is gathered again
         if self.reductions.stream.begins_capture():
-            # Memory that a graph writes must not be returned to other tensors within the capture.
+            # Units that are full already are freed: the graph must not write memory that other
+            # tensors can reuse.
             self.schedule.free_all()
         self._watch.begin_forward()
         self._forward = forward

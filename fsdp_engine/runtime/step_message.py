@@ -1,4 +1,4 @@
-"""The message of a step: a small all-reduce of the used parameters and the order of units.
+"""The message of a step: a small all-reduce about used parameters and the order of units.
 
 [Note: Who got a gradient]
 If a parameter got no gradient on any rank, its ``.grad`` must stay None, because weight decay would
@@ -14,8 +14,8 @@ host that reads the result waits for other hosts, but not for its device.
 
 The message between all ranks also contains a digest of the order of units that the rank has
 recorded, and the complement of the digest. All digests are equal if the maximum of the digests and
-the maximum of the complements are still complements. Ranks that share other parameters (experts)
-have another message.
+the maximum of the complements are still complements. If only some ranks share the parameters of a
+buffer (experts, for example), they send a message of their own for it.
 
 While a step is captured into a graph, no message is sent, because replays would not send it again.
 Each parameter must then have a gradient on each rank.

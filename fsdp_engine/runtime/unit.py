@@ -239,7 +239,7 @@ class Unit:
         num_unrecorded: Number of such calls that are one-off uses.
         num_calls: Number of calls whose graph is alive, including those whose backward has run.
         num_retained: Number of these calls whose backward has run with ``retain_graph``.
-        num_late: Number of weight gradients that modules have postponed in this backward.
+        num_late: Number of postponed weight gradients that are still missing.
         kept: The reasons for which full parameters are not freed.
         watch: The object that is called before and after modules compute with full parameters.
     """
@@ -295,7 +295,8 @@ class Unit:
     @property
     def input_dtype(self) -> torch.dtype | None:
         """The dtype to which floating-point inputs of the modules are cast; None: no cast."""
-        # Inputs of loose modules are not cast: the model's forward computed them.
+        # Inputs of loose modules are not cast. The model's forward, which casts its own inputs, has
+        # computed them.
         casts = self.policy.cast_forward_inputs and len(set(self.loose)) < len(self.modules)
         return self.policy.param_dtype if casts else None
 
@@ -481,7 +482,7 @@ class Unit:
         """Install the sharded parameters in the modules, unless postponed gradients of the full
         parameters are missing."""
         if self._installation.is_full:
-            # Called even if gradients are late, because full parameters may be freed before them.
+            # Called even if gradients are late: full parameters may be freed before these arrive.
             self.watch.end()
             if not self.num_late:
                 self._installation.uninstall()

@@ -1,10 +1,10 @@
 """Finds the units of a model, and the unit that owns each parameter.
 
 A unit is a set of modules. It is entered when one of them is called, and left when that call
-returns. A parameter belongs to the smallest unit that contains all modules that hold it, and all
-places of such a module in the model. This is usually the module's own unit. For a tied
-parameter, or a parameter of a module that two blocks share, it is the unit that contains both
-places, or else the root. Each parameter is therefore in exactly one unit, however units nest.
+returns. A parameter belongs to the smallest unit that contains every module that holds it, wherever
+this module occurs in the model. This is usually the module's own unit. For a tied parameter, or a
+parameter of a module that two blocks share, it is the unit that contains both places, or else the
+root. Each parameter is therefore in exactly one unit, however units nest.
 
 [Note: Default units]
 Blocks, the children of the outermost ``nn.ModuleList`` and ``nn.Sequential``, are units. Each run
@@ -26,7 +26,7 @@ reduction are always exposed, and take longer with larger units. Measurements
 (``benchmarks/unit_size.py``; tables in docs/internals/benchmarks.md, "Size of a unit"):
 
 - Simulated H100s, 8 and 64 ranks, 16,384 tokens a rank: up to 3 M elements a block the host
-  determines the step time, and joining blocks saves 5 to 15 %. From 5 M on compute determines the
+  determines the step time, and joining blocks saves 5 to 15 %. From 5 M on, compute determines the
   step time; joining adds up to 1 % for pairs, and 3 to 8 % if all sixteen blocks are one unit.
 - 1 M elements in bf16, 2 MB, take 44 us on a 400 Gb/s link; the hops of a ring over eight nodes
   take 42 us. The time of smaller collectives is mostly latency.
@@ -330,8 +330,8 @@ class Expected:
     Modules are expected to be called in the order in which they were registered.
 
     Attributes:
-        forward: Indices of units in the order in which forward enters them, one for each module of
-            a unit.
+        forward: Indices of units in the order in which forward enters them. A unit occurs once for
+            each of its modules.
         backward: Indices of units in the order of backward: the unit that forward leaves last is
             the first.
         around: For each unit, the units that contain modules of it.

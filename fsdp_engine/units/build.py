@@ -1,7 +1,7 @@
 """Builds the buffers of units from a plan, after all ranks have agreed on the plan.
 
-Units are built independently: one call can build one unit, and an engine can be created over all
-units later. They share :class:`Resources` (lanes, memory, tags of messages).
+:func:`build_unit` builds one unit, so units can be built in separate calls before an engine is
+created over all of them. They share :class:`Resources` (lanes, memory, tags of messages).
 
 Every rank checks its arguments, and all ranks exchange errors, before anything is changed. An error
 on one rank is raised on all ranks, so no rank waits for a rank that has stopped.

@@ -30,12 +30,12 @@ def ranks_of_model(
         params: The model's parameters by name.
         data: The data-parallel ranks.
         experts: The data-parallel ranks that share the experts of this rank. A DTensor over ranks
-            of ``data`` is an expert parameter, sharded over ranks that do not share experts.
+            of ``data`` is an expert parameter, sharded over ranks that hold different experts.
 
     Raises:
-        ValueError: A DTensor is distributed over ranks that share it, or is on another device type;
-            or its mesh and the data-parallel mesh are not slices of one mesh. The message names the
-            parameter.
+        ValueError: A DTensor is distributed over ranks over which the engine would shard it, or is
+            on another device type; or its mesh and the data-parallel mesh are not slices of one
+            mesh. The message names the parameter.
     """
     meshes: list[DeviceMesh] = []
     others: dict[str, DeviceMesh] = {}

@@ -60,7 +60,7 @@ class ReplacedParameter(nn.Parameter):
 
 
 def mark_as_replaced(param: nn.Parameter, name: str) -> None:
-    """Make uses of the gradient of ``param``, the user's parameter ``name``, raise RuntimeError."""
+    """Make uses of the gradient of ``param`` raise a RuntimeError that contains ``name``."""
     if type(param) is not nn.Parameter:
         return
     param.name_in_model = name  # type: ignore[attr-defined]
