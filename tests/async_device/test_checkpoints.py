@@ -104,8 +104,8 @@ def race_shows(folder: str, delay: float) -> bool:
     ):
         engine, optimizer = prepare(LEVEL_3)
         checkpointer = fe.Checkpointer(folder, engine, optimizer)
-        # Bytes that the copy has not written yet must be wrong, but the memory may still hold the
-        # right ones of an earlier run. So this first saves another step.
+        # The writer may read host memory that the copy has not written yet. Another step is saved
+        # first, so that this memory does not hold the right bytes of an earlier run.
         run_steps(engine, optimizer, JOB.data())
         checkpointer.save(0)
         patch.setattr(checkpointer_module.copy_lanes, "finish_compute", lambda device: None)

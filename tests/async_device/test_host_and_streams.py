@@ -73,7 +73,7 @@ def test_the_host_waits_for_nothing_in_a_steady_step() -> None:
 
 
 class Towers(nn.Module):
-    """Towers of which a batch reaches some."""
+    """Towers; each batch uses only some of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_training_on_other_streams_than_that_of_shard_is_right(level: str) -> No
         engine = fe.shard(on_device, strategy=level, options=EACH)
         for stream in (first, backward):
             stream.wait_stream(torch.deferred.current_stream())
-        # The work on the stream of shard() is late.
+        # The stream of shard() is slow, which reveals work of training that runs on it by mistake.
         with on.delays(compute=2e-4, collective=1e-3, streams={0: 3e-3}), warnings.catch_warnings():
             warnings.filterwarnings("error", "The AccumulateGrad node's stream does not match")
             train_on(on_device, rows, first, backward)

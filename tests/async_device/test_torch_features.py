@@ -1,4 +1,4 @@
-"""Features of torch on the device: FSDP2's names, compiled units, activation checkpointing, fused
+"""Features of torch on the device: FSDP2's API, compiled units, activation checkpointing, fused
 and foreach optimizers."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.runtime.habits import Checkpointed
 ranks = device.ranks
 
 
-# ---- FSDP2's names -----------------------------------------------------------------------------
+# ---- FSDP2's API -------------------------------------------------------------------------------
 
 
 def fsdp2_log(api: Any, device_type: str, num_microbatches: int, **options: Any) -> programs.Log:

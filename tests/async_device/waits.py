@@ -6,7 +6,7 @@ it. Three measures make a premature access visible:
 
 - Memory that the engine takes or frees is filled with NaN, by a kernel on the model's stream. This
   imitates an activation in that memory before or after the engine's use.
-- Units are blocks of one size, more than are gathered ahead, so that memory is reused.
+- All blocks have one size, and not all of them are prefetched, so that they reuse memory.
 - Delays hold from the step before until the step after, and the host waits for nothing meanwhile.
 
 A wait is *implied* if earlier waits of the waiter cover the same work of the source.
@@ -224,7 +224,7 @@ def patterns(wait: Wait, rank: int) -> Iterator[Delays]:
     yield {"lane": wait.source, "seconds": seconds}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 0)}
     yield {"lane": wait.source, "seconds": seconds * (rank % 2 == 1)}
-    yield {"lane": wait.source, "seconds": 15 * seconds}  # if collectives take long, too
+    yield {"lane": wait.source, "seconds": 15 * seconds}  # for slow collectives
     yield {"collective": 6e-3, "compute": 1e-3 * (rank % 2)}
     for seed in range(NUM_PATTERNS - 5):
         yield {"compute": 1e-3, "copy": 1e-3, "collective": 8e-3, "seed": 4 * seed + rank}
@@ -287,7 +287,7 @@ class Program:
         return None
 
     def is_right_with(self, delays: Delays) -> bool:
-        """Whether no delay changes the program while all waits are there."""
+        """Whether a run with all waits gives the right weights in spite of ``delays``."""
         return torch.equal(self.run(-1, delays)[0], self.right)
 
 

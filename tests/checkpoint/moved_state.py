@@ -158,7 +158,7 @@ def without(key: str) -> Any:
 def check_missing_state(
     maker: Maker, key: str, *, keeps_optimizer: bool = True, **options: Any
 ) -> None:
-    """A checkpoint without ``key`` in the state is refused by name."""
+    """Loading a state without ``key`` raises an error that names the parameter."""
     folder = shared_folder()
     model, engine, optimizer = make(maker, FP32, "optim_grads_params", **options)
     steps(model, optimizer, range(2))

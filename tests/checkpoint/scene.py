@@ -289,7 +289,7 @@ def on_rank_0(write: Callable[[], Any]) -> None:
 
 
 def raises_each(*rows: tuple[type[Exception], str, Callable[[], Any]]) -> None:
-    """Each call raises such an error, whose text matches."""
+    """Check that each row's call raises its error, with a text that matches."""
     for kind, message, call in rows:
         with pytest.raises(kind, match=message):
             call()

@@ -116,7 +116,7 @@ def made(change: Callable[[Transformer], None] = lambda model: None) -> Any:
 
 
 def rebuild(model: Transformer) -> None:
-    """Something missing, something else, two shapes changed, a dtype narrowed."""
+    """Remove a module, add another one, change two shapes, narrow a dtype."""
     del model.blocks[1].out
     model.blocks[0].extra = nn.Linear(2, 3)
     model.head = nn.Linear(models.DIM, models.VOCABULARY + 1, bias=False)

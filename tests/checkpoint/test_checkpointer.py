@@ -185,13 +185,13 @@ def test_many_that_are_closed_leave_no_files_no_threads_and_no_keys_in_the_store
         held = [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]
         counts.append([*held, store.num_keys()])
         dist.barrier()
-    # Descriptors must not grow: libraries open theirs once. A thread that has ended may be listed
-    # for a moment.
+    # The number of descriptors must not grow after the second round, when libraries have opened
+    # theirs. A thread that has ended may be listed for a moment.
     assert counts[-1][0] <= counts[1][0], counts
     assert counts[-1][1] <= counts[1][1] + 2, counts
-    # The number of keys must not grow with checkpointers: two keys for each would be fourteen. The
-    # first checkpointer writes counters, which later ones increment. Threads that monitor ranks
-    # write keys, too, when they start.
+    # The number of keys must not grow with checkpointers: seven more with two keys each would add
+    # fourteen. The first checkpointer writes counters, which later ones increment. Threads that
+    # monitor ranks write keys, too, when they start.
     assert counts[-1][2] - counts[0][2] < 4, counts
     engine.full_state_dict()  # the engine's own groups stay
     checkpointer.save(3)  # a closed checkpointer opens again
@@ -507,8 +507,8 @@ def test_a_manifest_comes_back_as_it_was_and_its_values_are_checked(tmp_path: Pa
         files={"a": manifest_module.FileRow(10, "00000001")},
         libraries=manifest_module.library_versions(),
     )
-    # Manifests of a part of a model, of a stage and with ties have later versions, which older
-    # engines refuse.
+    # Manifests with ``trainable_only``, a stage or ties have later versions, which older engines
+    # refuse.
     part = dataclasses.replace(plain, trainable_only=True)
     stage = dataclasses.replace(part, stage={"pp": "1 of 2"})
     tied = dataclasses.replace(plain, ties={"b": "a"})
@@ -625,8 +625,8 @@ def test_an_object_that_refuses_its_state_leaves_weights_as_they_are() -> None:
     assert not different(contents(model, optimizer), before)
     fe.Checkpointer(folder, engine, optimizer, extra={"data": Values()}).load()
     assert different(contents(model, optimizer), before)
-    # A sharded tensor in `extra` is read with the weights. Only then does the object that has it
-    # load its state.
+    # A sharded tensor in `extra` is read with the weights. The object's `load_state_dict` is called
+    # only afterwards.
     shadow = {"data": Values(next(model.parameters()).detach().clone())}
     with closing(fe.Checkpointer(folder, engine, optimizer, extra=shadow)) as saver:
         saver.save(2)
@@ -739,8 +739,8 @@ def test_other_ranks_are_warned_that_random_states_stay(
 ) -> None:
     folder = str(tmp_path)
     ranks.run(save_there, folder, drawing, world_size=2)
-    # The second save follows a load, without random numbers after it. It counts as drawing, because
-    # the run drew before.
+    # The second save follows a load, and nothing is drawn between them. The run still counts as one
+    # that draws, if it drew before the first save.
     assert ranks.run(warnings_there, folder, True, world_size=2) == [[], []]
     for again in (True, False):
         (texts, *others) = ranks.run(warnings_there, folder, again, world_size=3)

@@ -380,7 +380,7 @@ def test_engines_by_name_are_unusable_after_a_failed_load_until_they_are_loaded_
     engines = {name: fe.shard(each, initial_values="rank0") for name, each in models.items()}
     fe.save_checkpoint(f"{folder}/whole", engines)
     on_rank_0(lambda: shutil.copytree(f"{folder}/whole", f"{folder}/damaged"))
-    # The last rank's file has no `extra`, which is read before weights.
+    # `extra` is read before weights. It is not in the last rank's file, so the load fails halfway.
     on_rank_0(lambda: flip(max(Path(f"{folder}/damaged").glob("__shards_*"))))
     with pytest.raises(RuntimeError, match="failed halfway"):
         fe.load_checkpoint(f"{folder}/damaged", engines)
@@ -405,7 +405,7 @@ def plain_metadata(folder: Path) -> bytes:
 
 
 def refused(folder: Path, change: bytes | Callable[[Any], Any], *parts: str) -> None:
-    """Metadata is refused, after a change or if replaced by these bytes."""
+    """Check that metadata is refused after ``change``, a function or the new content."""
     if not isinstance(change, bytes):
         metadata = pickle.loads(plain_metadata(folder))
         change(metadata)
@@ -428,7 +428,7 @@ def text(value: str) -> bytes:
     return b"X" + len(value).to_bytes(4, "little") + value.encode()
 
 
-# State (None, {"__eq__": Size}).
+# Pickle operations that set ``__eq__`` of the object before them to ``Size``.
 SET_EQ = b"N}" + text("__eq__") + named("torch", "Size") + b"s\x86b"
 NAMES = [
     ("torch.distributed.checkpoint.metadata", "StorageMeta"),

@@ -23,7 +23,7 @@ from tests.pool import RankError, Ranks
 from tests.processes import printed, torchrun
 
 NUM_KILLS = 12
-# In each life a job is killed after this many saves (LIVES), and at most MOST_SECONDS later.
+# Numbers of saves after which a job is killed, at most MOST_SECONDS later.
 LIVES = (1, 2, 3)
 MOST_SECONDS = 0.1
 

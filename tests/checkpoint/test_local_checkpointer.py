@@ -43,7 +43,7 @@ def node_folder(root: str, ranks_per_node: int) -> Path:
 def local_checkpointer(
     root: str, engine: Any, optimizer: Any, ranks_per_node: int = 1, **options: Any
 ) -> Iterator[fe.LocalCheckpointer]:
-    """Saves into a directory of this rank's node, and is closed."""
+    """A checkpointer for a directory of this rank's node, closed after the block."""
     folder = node_folder(root, ranks_per_node)
     checkpointer = fe.LocalCheckpointer(folder, engine, optimizer, **options)
     yield checkpointer
@@ -216,8 +216,8 @@ def test_ranks_that_are_lost_while_all_publish_leave_one_complete_checkpoint() -
 
 @contextmanager
 def without_an_answer() -> Iterator[None]:
-    """After all have published, ranks 0 and 1 get an error instead of the answer, and the others
-    get one afterwards."""
+    """After all have published, ranks 0 and 1 get an error instead of the answer. The other ranks
+    get the answer, and an error from the next ``agree``."""
     original = local_directory.gather_objects
 
     def gather(*args: Any) -> Any:

@@ -97,7 +97,7 @@ def test_fused_experts_are_one_box_each() -> None:
     fused: Any = torch.cat([gates, ups], dim=1)
     assert fused.shape == (5, 8, 3)
     assert len(fused.boxes) == 10
-    # An expert's rows are whole rows of two files, wherever a rank's slice begins.
+    # The elements of one expert are those of two stored tensors: its gate and its up weight.
     assert len(list(flat_parts(fused, 24, 48))) == 2
 
 

@@ -146,7 +146,7 @@ def test_any_ranks_and_levels_load_what_others_saved_bit_for_bit(
 def sees_one_bit_and_one_hyperparameter(one: dict[str, Any], other: dict[str, Any]) -> None:
     """Assert that :func:`different` finds one changed bit and one changed hyperparameter."""
     assert different(one, one) == []
-    assert different(one, other)  # one rank alone has seen other data
+    assert different(one, other)  # one process trains on other data than four ranks
     key = next(key for key in one if key.startswith("state.") and key.endswith("exp_avg"))
     nudged = torch.nextafter(one[key], torch.tensor(torch.inf))
     assert len(different({**one, key: nudged}, one)) == 1

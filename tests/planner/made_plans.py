@@ -130,7 +130,8 @@ def llama_batch(size: int = 4) -> dict[str, Tensor]:
 
 @cache
 def rows(*, is_offloaded: bool = False) -> tuple[Outcome, ...]:
-    """Outcomes of all pairs of levels, of growing memory and speed; and one that is offloaded."""
+    """Outcomes of all pairs of levels, of growing memory and speed. ``is_offloaded`` adds one
+    that is offloaded to the host."""
     found = []
     for number, pair in enumerate(ALL_STRATEGIES):
         candidate = Candidate((128, 8), pair.inner.name, pair.outer.name, number % 2 == 0)

@@ -44,7 +44,7 @@ HOST = replace(
 
 
 def outcome_of(candidate: Candidate, machine: fe.Machine, simulated: int) -> Outcome:
-    """The outcome of a step of which this number of microbatches is simulated."""
+    """The outcome of a step, computed from ``simulated`` of its microbatches."""
     options = {"machine": machine, "mp_policy": POLICY, "min_unit_size": 0}
     batch, build = words(candidate.microbatch_size), functools.partial(Words, 3)
     found = simulated_as(candidate, build, batch, microbatches=simulated, **options)

@@ -210,7 +210,7 @@ ARGUMENTS: list[tuple[str, dict[str, Any]]] = [
     ("--dtype bfloat16", {"mp_policy": FLOATS}),
     ("--outer 1", {"meshes": [(16,)]}),
     ("--outer 2 --tensor-parallel 1,2", {"meshes": [(16,), (2, 8), (8,), (2, 4)]}),
-    (  # pairs that do not divide the ranks are left out, and meshes of several pairs occur once
+    (  # degrees whose product does not divide the ranks are left out; no mesh occurs twice
         "--outer 2 --tensor-parallel 1,8 --pipeline 1,4",
         {"meshes": [(16,), (2, 8), (4,), (2, 2), (2,), (2, 1)]},
     ),

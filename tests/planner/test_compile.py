@@ -70,7 +70,7 @@ def test_rows_of_compiled_blocks_are_faster_and_say_so(tmp_path: Path, few: Any)
 def test_blocks_that_the_model_compiles_are_planned_alike() -> None:
     compiled = of_one_block(compile=True)
     assert of_one_block(build_compiled).outcomes == compiled.outcomes
-    # Plans of one call do not share rows of compiled blocks.
+    # A replan with compiled blocks does not reuse the rows of eager ones.
     replan = of_one_block().replan
     assert replan is not None
     rows = {each.candidate: each.times for each in compiled.outcomes}

@@ -113,7 +113,7 @@ def test_candidates_have_all_pairs_of_degrees_that_fit() -> None:
         *((16, 1, 1), (2, 8, 1, 1)),
         *((16, 8, 1), (2, 8, 8, 1)),
     }
-    # With tensor parallelism a node has half as many positions for context-parallel ranks.
+    # In a node of 8 ranks, 4 tensor-parallel ranks leave room for 2 context-parallel ones.
     both = degrees_in(request(context_parallel="auto"), 1, 4)
     assert {each for each in both if each[-1] == 4} == {
         *((4, 1, 4), (4, 2, 4)),

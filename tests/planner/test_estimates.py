@@ -37,7 +37,7 @@ CASES: list[tuple[tuple[int, int], str, int | None]] = [
     ((4, 1), "bf16", None),
     ((1, 4), "bf16 wire", None),
 ]
-# Each mesh, policy and kind of budget once.
+# Each policy once, with two of the meshes and two of the budgets.
 FEW_CASES = [CASES[0], CASES[3], CASES[5], CASES[6]]
 
 

@@ -1,5 +1,5 @@
-"""Planned stages of pipelines train. They are alone in this file, and so in their process:
-DTensor's caches keep the first of equal meshes, whose groups may have other names."""
+"""Planned stages of pipelines train. These tests have a file, and so a process, of their own:
+DTensor's caches may return an equal mesh of an earlier test, with groups of other names."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python -m tests.promises.catalogue --write     # tries everything, writes promises.md anew
 
-All public names of ``NAMESPACES`` must be in it. A name with neither a trial nor a reason why there
-is none fails ``test_catalogue.py``, so new names of torch are noticed.
+All names of :func:`names_to_cover` must be in it. A name with neither a trial nor a reason why
+there is none fails ``test_catalogue.py``, so new names of torch are noticed.
 """
 
 from __future__ import annotations

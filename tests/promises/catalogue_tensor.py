@@ -220,7 +220,7 @@ OF_THE_SLICE = frozenset(
 )
 
 
-# What they return is not filled.
+# Functions that return uninitialised memory.
 EMPTY = frozenset({"new_empty", "new_empty_strided", "new", "empty_like", "resize_", "resize_as_"})
 
 

@@ -368,12 +368,12 @@ def test_gradients_are_the_same_to_the_last_bit(name: str, in_flight: int | None
         found.append([gradients(model, RUNS[name]) for _ in range(2)])
     for one, other in zip(found[0][1], found[1][1], strict=True):
         assert torch.equal(one, other)
-    # Host memory still in use belongs to forwards that are held until they are copied.
     loss = model(*token_batch(2, 0))
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
     assert not moves._arrived
+    # Forwards whose device memory is held until it is copied still use host memory.
     moves.drain()
     gc.collect()
     assert not moves.pool.bytes_in_use

@@ -220,7 +220,8 @@ def assert_same_results(model: nn.Module, alone: nn.Module, seed: int, *route: R
 
 
 def name_blocks(engine: fe.Engine, draw: random.Random) -> Callable[[], None]:
-    """Returns a function that sometimes names blocks, most of which this rank does not use next."""
+    """Returns a function that sometimes calls ``will_use`` with random blocks. This rank does not
+    use most of them next."""
 
     def name() -> None:
         if draw.random() < 0.4:

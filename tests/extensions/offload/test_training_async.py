@@ -37,14 +37,15 @@ from tests.pool import on_ranks
 ranks = device.ranks
 
 OFFLOADS = [*STATE, *REST_ON_HOST, *REST_ON_DISK]
-# Pairs with sharded gradients, and the pairs among them whose main weights are no part of compute
-# weights even if both are fp32.
+# Pairs with sharded gradients. Main weights can be offloaded unless they are slices of the compute
+# weights. At FP32_PAIRS they are separate tensors even if both are fp32.
 SHARDED_PAIRS = [pair for pair in PAIRS if pair[0].startswith("optim_grads")]
 FP32_PAIRS = [FULL, ("optim_grads_params", "optim_grads_params")]
 
 
 def policies_of(place: str, pair: tuple[str, str]) -> tuple[fe.MixedPrecisionPolicy | None, ...]:
-    """If main weights are offloaded, a policy with which they are no part of compute weights."""
+    """Policies to try at a place: if main weights are offloaded, one with which they are not slices
+    of the compute weights."""
     if place in STATE:
         return (None, BF16)
     return (None,) if pair in FP32_PAIRS else (BF16,)

@@ -204,7 +204,7 @@ def encodings(weight: Any) -> Quantised:
 
 class _Product(torch.autograd.Function):
     """x W^T with the row encoding; its gradient with the column encoding, as the tensor cores read
-    them. The weight itself is saved, so backward reads its bytes of that time."""
+    them. The weight itself is saved, so backward reads the bytes that it has by then."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:

@@ -100,7 +100,7 @@ def scale_of(amax: Tensor, power_of_two: bool, maximum: float = MAX) -> Tensor:
 
 
 def exponent_of(amax: Tensor) -> Tensor:
-    """The e8m0 byte: the smallest power of two, at least 2**-127, that brings amax to 448."""
+    """The e8m0 byte of the smallest power of two, from 2**-127 on, that is at least amax / 448."""
     value = amax.float() * (1 / torch.tensor(MAX))
     bits = value.view(torch.int32)
     exponent, mantissa = (bits >> 23) & 255, bits & 0x7FFFFF

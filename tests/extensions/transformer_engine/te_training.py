@@ -196,7 +196,7 @@ def watched(scenario: Scenario, *, num_forwards: float | None = 1) -> tuple[Run,
 
 
 def assert_all_same(runs: Sequence[Run], tolerance: float = 0.0) -> None:
-    """Losses, gradients and weights are equal; norms are sums in another order.
+    """Losses, gradients and weights are equal. Norms, summed in another order, are not compared.
 
     Args:
         runs: The runs.

@@ -8,7 +8,7 @@ Both build one model from one seed, see the same batches, and take the same step
 elementwise optimizer. Ranks have the same data, so that the mean of their gradients is exactly
 each rank's: worlds are powers of two, and a gradient's half or quarter is exact. So main weights
 are compared with ``torch.equal``, and so are bytes and scales of both encodings whenever a module
-is about to multiply with them. The device must only compute the same twice.
+is about to multiply with them. This only needs a device that repeats a computation bit for bit.
 
 Models are Transformer Engine's modules on CUDA, and on a CPU ``QuantisedStack`` over the stand-ins.
 """
@@ -43,7 +43,7 @@ BF16 = torch.bfloat16
 NUM_STEPS, NUM_MICRO = 3, 2
 # Results of a training, with names: losses, bytes and scales in use, final main weights.
 Found = list[tuple[str, Tensor]]
-# No dim is a multiple of 128, the block recipe's tile; all are of 32, MXFP8's.
+# DIM and HIDDEN are multiples of 32, the block of MXFP8, but not of 128, that of the block recipe.
 DIM, HIDDEN, TOKENS = 192, 320, (32, 4)
 
 
@@ -125,7 +125,7 @@ def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
 
 def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
     """Microbatches of each step, in bf16, to which an engine would cast them. Drawn on the CPU, so
-    that every process has the same. Microbatches of a step are one batch. Where gradients are
+    that every process has the same. All microbatches of a step are equal. Where gradients are
     sharded, each rank's fraction of the second gradient is added to the first; the sum of a bf16
     number and fractions of it is not rounded."""
     generator = torch.Generator().manual_seed(seed)

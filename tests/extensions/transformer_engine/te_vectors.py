@@ -159,7 +159,7 @@ def _quantised(
     scales: list[float],
     own: list[tuple[int, int]],
 ) -> Buffer:
-    """Weights in a buffer, of which each rank has quantised its own elements of ``mains``."""
+    """Weights in a buffer, after each rank has quantised its own elements of ``mains``."""
     from transformer_engine.pytorch.tensor.utils import quantize_master_weights
 
     weights: list[Any] = [

@@ -1,5 +1,5 @@
-"""Transformer Engine's weights in models that bend the order of events, in Megatron-Core's wrapper,
-after exceptions, and read or changed between steps."""
+"""Transformer Engine's weights in models that recompute, or that call units in unusual orders, in
+Megatron-Core's wrapper, after exceptions, and read or changed between steps."""
 
 from __future__ import annotations
 

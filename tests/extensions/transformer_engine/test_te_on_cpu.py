@@ -35,7 +35,7 @@ def test_the_worked_example_is_exact() -> None:
         assert found.amax == 7.0
         assert torch.equal(dequantise(found.row_bytes, found.row_scale_inv), whole)
         weight = make_weight(whole, recipe)
-        if recipe != "delayed":  # has a scale of its own
+        if recipe != "delayed":  # with delayed scaling the weight has another scale
             assert_equal(encodings(weight), found)
         assert torch.equal(weight.dequantize(dtype=torch.float32), whole)  # type: ignore[call-arg]
     # For 7.5, 448 / 7.5 = 59.7 is rounded down to 32, and 7.5 / 448 up to 1 / 32.

@@ -1,4 +1,4 @@
-"""Models that apply a function to several products; autograd keeps tensors of it for backward."""
+"""Models that apply a function to several products; autograd keeps its tensors for backward."""
 
 from __future__ import annotations
 

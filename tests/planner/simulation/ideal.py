@@ -12,9 +12,10 @@ sequence of their uses: forward in order, backward in reverse. The schedule:
   unit. Weights that are not sharded but were changed by the optimizer are gathered once per step:
   at its start or, without prefetch (budget 0), when they are used.
 - A unit's gradients are reduced after its backward. If they are sharded, a second budget limits the
-  gradients in flight: a unit's first gradient waits until they are within it. The budget ignores
-  the unit itself if it is larger, and the last reductions. If an axis is reduced on the last
-  microbatch alone, its reductions work in place: only the optimizer waits for them.
+  gradients in flight: a unit's first gradient waits until they are within it. A unit larger than
+  the budget may be in flight alone, and the latest reductions are not waited for. If an axis is
+  reduced on the last microbatch alone, its reductions work in place: only the optimizer waits for
+  them.
 - Reductions of a microbatch are complete before the next one's first gradient.
 - The optimizer waits for all reductions.
 """

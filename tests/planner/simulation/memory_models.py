@@ -102,7 +102,7 @@ class Convolutions(nn.Module):
 
 
 class ConvolutionNet(nn.Module):
-    """Norms keep no statistics, or (``batch``) some in buffers."""
+    """Group norms, or with ``batch`` batch norms, which keep statistics in buffers."""
 
     def __init__(self, batch: bool, width: int = 128, num_blocks: int = 3) -> None:
         super().__init__()

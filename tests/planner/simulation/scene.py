@@ -58,8 +58,8 @@ def on_meta(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 def network(ratio: float) -> Network:
-    """Links along which, on each axis, a backward's messages take ``ratio`` of its compute: an
-    all-reduce of a full unit along the inner axis, of a shard along the outer one."""
+    """On each axis, the messages of a block's backward take ``ratio`` of its compute: an all-reduce
+    of a full unit along the inner axis, of a shard along the outer one."""
     inner, outer = SIZES[1], SIZES[0]
     longest = ratio * BACKWARD
     sent = [2 * 4 * BLOCK_NUMEL * (n - 1) / n for n in (inner, outer)]

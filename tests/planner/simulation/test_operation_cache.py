@@ -150,7 +150,7 @@ def test_simulations_share_a_cache() -> None:
         afresh = alone.num_misses
         if level == "optim":
             assert known.num_misses == afresh
-    # The others have no recipe: collectives, tensors over storages of the engine.
+    # Operations without a recipe miss again: collectives, tensors over storages of the engine.
     assert known.num_misses - before < afresh / 2
 
 

@@ -88,8 +88,8 @@ INTERLEAVED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
         # A bubble of p - 1 microbatches' forward and backward.
         ("GPipe", {}, 4, [1, 1], ((0,), (1,))),
         thorough("1F1B", {}, 4, [1, 1], ((0,), (1,))),
-        # With v stages per rank, the bubble is p - 1 v-th parts of a microbatch; with split
-        # backwards there is none.
+        # With v stages per rank, the bubble is (p - 1) / v microbatches; with split backwards there
+        # is none.
         ("Interleaved1F1B", {}, 8, [1, 1], INTERLEAVED),
         thorough("Interleaved1F1B", {"quick": True}, 8, [1, 1], INTERLEAVED),
         ("ZBVZeroBubble", {}, 8, [0, 0], V),
