@@ -26,6 +26,7 @@ from fsdp_engine.options import Timing
 from fsdp_engine.precision import MixedPrecisionPolicy
 from fsdp_engine.runtime.gradient_hooks import hook_gradients
 from fsdp_engine.runtime.model_hooks import ModelHooks
+from fsdp_engine.runtime.open_files import flush_at_exit
 from fsdp_engine.runtime.parameter_guard import ModuleApply, ParameterGuard
 from fsdp_engine.runtime.parameter_watch import ModelWatch
 from fsdp_engine.runtime.reductions import Reductions
@@ -161,6 +162,7 @@ class Engine:
         for placement in dict.fromkeys(each.context.placement for each in self.buffers):
             placement.start(self)
         add_step_listener(self)
+        flush_at_exit()
 
     def __getattr__(self, name: str) -> Any:
         """Raises AttributeError. (For type checkers, this declares the methods of extensions.)"""

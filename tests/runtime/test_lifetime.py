@@ -6,6 +6,7 @@ import gc
 import inspect
 import pydoc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fsdp_engine.extension_list import names_of
 from fsdp_engine.strategies import LEVELS
 from tests.models import Transformer, token_batch
 from tests.pool import on_ranks
+from tests.processes import printed
 
 
 @on_ranks(2)
@@ -90,3 +92,31 @@ def test_a_forward_that_raises_leaves_its_units() -> None:
         model(torch.ones(2, 4))
     assert engine.scheduler.is_at_rest
     assert [unit.uses for unit in engine.units] == [0] * len(engine.units)
+
+
+KEEPS_OPEN = """
+import sys, torch, fsdp_engine as fe
+
+class Net(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x)
+
+model = Net(2, 2)
+text, data = open(sys.argv[1], "w"), open(sys.argv[2], "wb")
+fe.shard(model, strategy=sys.argv[3])
+loss = model(torch.ones(1, 2)).sum()
+loss.backward()
+text.write("line")
+data.write(b"bytes")
+"""
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
+def test_files_that_a_program_keeps_open_are_written_when_it_ends(
+    tmp_path: Path, level: str
+) -> None:
+    program, text, data = (tmp_path / name for name in ("program.py", "text", "data"))
+    program.write_text(KEEPS_OPEN, encoding="utf-8")
+    printed(str(program), str(text), str(data), level)
+    assert text.read_text() == "line"
+    assert data.read_bytes() == b"bytes"
