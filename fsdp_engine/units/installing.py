@@ -6,7 +6,7 @@ Recurrent modules also keep a list of their weights, which is updated together w
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import setitem
@@ -66,6 +66,8 @@ def mark_as_replaced(param: nn.Parameter, name: str) -> None:
     param.name_in_model = name  # type: ignore[attr-defined]
     param.__class__ = ReplacedParameter
     if param.requires_grad:
+        # The sharded parameter shares the present dict of hooks, which contains the user's.
+        param._post_accumulate_grad_hooks = OrderedDict()
         param.register_post_accumulate_grad_hook(ReplacedParameter.refuse_gradient)
 
 
