@@ -35,6 +35,12 @@ from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 Hooks = MutableMapping[int, Callable[..., Any]]
 
 
+def forget_hooks(original: Tensor) -> None:
+    """Remove the user's hooks on accumulated gradients from a parameter that ``shard`` has
+    replaced. The new parameter has them: both would share one dict of hooks."""
+    original._post_accumulate_grad_hooks = OrderedDict()
+
+
 class ParamHooks:
     """The hooks on the parameters of one buffer.
 

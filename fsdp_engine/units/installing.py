@@ -6,7 +6,7 @@ Recurrent modules also keep a list of their weights, which is updated together w
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import setitem
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.flat_dtensor import FlatDTensor
+from fsdp_engine.flat_dtensor.parameter_access import forget_hooks
 
 
 def list_flat_weights(module: nn.RNNBase) -> None:
@@ -66,8 +67,7 @@ def mark_as_replaced(param: nn.Parameter, name: str) -> None:
     param.name_in_model = name  # type: ignore[attr-defined]
     param.__class__ = ReplacedParameter
     if param.requires_grad:
-        # The sharded parameter shares the present dict of hooks, which contains the user's.
-        param._post_accumulate_grad_hooks = OrderedDict()
+        forget_hooks(param)
         param.register_post_accumulate_grad_hook(ReplacedParameter.refuse_gradient)
 
 
