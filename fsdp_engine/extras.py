@@ -6,6 +6,7 @@ module that needs an optional package imports it within :func:`naming_extra`.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -40,3 +41,17 @@ def naming_extra() -> Iterator[None]:
             f"pip install 'fsdp_engine[{EXTRAS[package]}]'",
             name=error.name,
         ) from error
+
+
+@contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Returns a context that restores Python's random generator at its end.
+
+    Some packages draw from it when they are imported, or when they register functions. Often only
+    one rank does so (to print a table), and the generators of all ranks must stay equal.
+    """
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

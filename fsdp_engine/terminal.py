@@ -5,13 +5,14 @@ Only the functions that print tables import rich, because training must not depe
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from fsdp_engine.extras import kept_random_state
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,16 +23,10 @@ COUNT_UNITS = ("", "k", "M", "B")
 
 
 def import_rich() -> None:
-    """Import rich. Call this before any other import of rich in a training process.
-
-    rich draws from Python's global random generator when it is imported. Often one rank prints a
-    table and the others do not, and their generators must stay equal.
-    """
-    state = random.getstate()
-    try:
+    """Import rich, which draws random numbers at its import (:func:`.kept_random_state`). Call this
+    before any other import of rich in a training process."""
+    with kept_random_state():
         import rich.style  # noqa: F401
-    finally:
-        random.setstate(state)
 
 
 @dataclass(frozen=True)
@@ -212,7 +207,6 @@ def format_seconds(seconds: float) -> str:
 
 def print_whole(table: Table) -> None:
     """Print a table without truncating cells. If the terminal is too narrow, lines are wrapped."""
-    import_rich()
     from rich.console import Console
 
     console = Console()
@@ -222,7 +216,6 @@ def print_whole(table: Table) -> None:
 
 def table_text(table: Table) -> str:
     """Render a table as plain text, without truncating cells."""
-    import_rich()
     from rich.console import Console
 
     console = Console(width=1000, no_color=True)

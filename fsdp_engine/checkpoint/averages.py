@@ -25,9 +25,10 @@ def names_of_averages(checkpoint: StoredCheckpoint) -> list[str]:
     ``extra`` cannot be read."""
     found = []
     with suppress(ValueError):
-        for name in _extra(checkpoint):
+        extra = _extra(checkpoint)
+        for name in extra:
             with suppress(ValueError):
-                averages_in(checkpoint, name)
+                _averages_at(name, extra, checkpoint)
                 found.append(name)
     return found
 
@@ -50,13 +51,18 @@ def averages_in(checkpoint: StoredCheckpoint, name: str) -> dict[str, Average]:
             have, a name that another one has, or another shape. Ranks have averages of other
             experts. Or the checkpoint has no manifest, which lists tied weights.
     """
+    return _averages_at(name, _extra(checkpoint), checkpoint)
+
+
+def _averages_at(
+    name: str, extra: Mapping[str, Any], checkpoint: StoredCheckpoint
+) -> dict[str, Average]:
     if checkpoint.manifest is None:
         raise ValueError(
             "averages: expected a checkpoint of fe.Checkpointer, whose manifest lists tied weights;"
             f" found {checkpoint.folder}. Load it, and call fe.save_pretrained or "
             "fe.export_safetensors within ema.swapped()"
         )
-    extra = _extra(checkpoint)
     value = _value_at(extra, name)
     where = f"averages: expected tensors of the model in extra of {checkpoint.folder}"
     if value is None:

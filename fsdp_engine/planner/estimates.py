@@ -52,7 +52,7 @@ from fsdp_engine.kernel_interface import (
 from fsdp_engine.planner.simulation.ranks import SimulatedBackend
 from fsdp_engine.planner.simulation.simulation_error import check_count, check_type
 from fsdp_engine.planner.state_places import DISK, StatePlaces, offload_module, places_among
-from fsdp_engine.terminal import counted, format_bytes, format_count
+from fsdp_engine.terminal import format_bytes, format_count
 
 
 @dataclass(frozen=True)
@@ -306,9 +306,7 @@ class Estimate:
         return self.rest_bytes + self.full_bytes + self.staging_bytes
 
     def __str__(self) -> str:
-        levels = f"{self.strategy.inner.name} on {counted(self.inner_size, 'rank')}"
-        if self.outer_size > 1:
-            levels += f", {self.strategy.outer.name} over {self.outer_size} groups of them"
+        levels = self.strategy.on_ranks(self.inner_size, self.outer_size)
         held = {
             "weights": self.weight_bytes,
             "gradients": self.grad_bytes,

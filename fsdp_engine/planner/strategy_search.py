@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_engine.kernel_interface import Options
@@ -408,13 +407,12 @@ def _compute_dtype(model: nn.Module, policy: Any) -> str:
         model: The model, on any device.
         policy: The ``MixedPrecisionPolicy`` of the job, or None.
     """
-    counts: Counter[torch.dtype] = Counter()
-    for param in model.parameters():
-        counts[param.dtype] += param.numel()
-    dtypes = [each for each, _ in counts.most_common(1)]
     if policy is not None and policy.param_dtype is not None:
-        dtypes = [policy.param_dtype]
-    return str(dtypes[0]).removeprefix("torch.") if dtypes else ""
+        return str(policy.param_dtype).removeprefix("torch.")
+    counts: Counter[str] = Counter()
+    for param in model.parameters():
+        counts[str(param.dtype).removeprefix("torch.")] += param.numel()
+    return max(counts, key=counts.__getitem__, default="")
 
 
 def _with_batch(tried: Sequence[Candidate], search: BatchSearch) -> list[Candidate]:

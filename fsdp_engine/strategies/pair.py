@@ -100,6 +100,13 @@ class Strategy:
         """Returns the number of axes over which ``role`` is sharded, 0 to 2. See [Note: Depth]."""
         return int(self.inner.shards(role)) + int(self.outer.shards(role))
 
+    def on_ranks(self, inner_size: int, outer_size: int) -> str:
+        """Returns the levels and the sizes of their axes as text, such as "optim on 8 ranks"."""
+        inner = f"{self.inner.name} on {inner_size} rank{'s' * (inner_size > 1)}"
+        if outer_size == 1:
+            return inner
+        return f"{inner}, {self.outer.name} over {outer_size} groups of them"
+
     def __str__(self) -> str:
         return f"({self.inner.name}, {self.outer.name})"
 

@@ -365,8 +365,9 @@ def describe(engine: Engine) -> Description:
     offloaded state and activations, and the latest measurement. ``print`` shows a table."""
     units, strategy, mesh = engine.units, engine.strategy, engine.mesh
     title = (
-        f"{_levels(strategy, mesh)}; up to {engine.budget:,} elements are prefetched. Bytes are "
-        "those of this rank; gathers and reductions are collectives per step of one microbatch."
+        f"{strategy.on_ranks(mesh.inner.size, mesh.outer.size)}; up to {engine.budget:,} elements "
+        "are prefetched. Bytes are those of this rank; gathers and reductions are collectives per "
+        "step of one microbatch."
     )
     expected = expect(units[0].modules[0], [unit.modules for unit in units])
     # The root is omitted if it has no parameters of its own.
@@ -382,14 +383,6 @@ def describe(engine: Engine) -> Description:
     elsewhere = {place: by_role for place, by_role in held.items() if by_role}
     measured = engine.extension(_Latest).measured
     return Description(title, tuple(rows), measured, elsewhere, tuple(describe_steps(ids)))
-
-
-def _levels(strategy: Strategy, mesh: DataMesh) -> str:
-    """Returns the levels of the axes and their sizes as text, such as "optim on 8 ranks"."""
-    inner = f"{strategy.inner.name} on {mesh.inner.size} rank{'s' * (mesh.inner.size > 1)}"
-    if mesh.outer.size == 1:
-        return inner
-    return f"{inner}, {strategy.outer.name} over {mesh.outer.size} groups of them"
 
 
 def _row(unit: Unit, strategy: Strategy, mesh: DataMesh, num_uses: int) -> UnitRow:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from fsdp_engine.extras import kept_random_state
 from fsdp_engine.planner.simulation.clock import Clock
 from fsdp_engine.planner.simulation.compiled import free_traces, kept_rules, simulated_compiler
 from fsdp_engine.planner.simulation.memory_tracker import MemoryTracker
@@ -63,17 +63,6 @@ class SimulatedProcess:
 
 
 @contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Restore the state of Python's random generator, from which torch's registrations of
-    collectives draw."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-@contextmanager
 def simulated_process(
     clock: Clock,
     sizes: Sequence[int],
@@ -102,7 +91,7 @@ def simulated_process(
     memory.place = lambda: (clock.phase, names.last())
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with (
-        _kept_random_state(),
+        kept_random_state(),  # torch's registrations of collectives draw
         kept_rules(),
         simulated_ranks(
             sizes,

@@ -73,7 +73,7 @@ def mistakes(path: Path) -> list[str]:
 
 
 def test_files_of_earlier_versions_are_read(path: Path) -> None:
-    """They lack fields with a default, and the links to host memory and disk."""
+    """Earlier files lack fields with a default, and the links to host memory and disk."""
     content = json.loads(path.read_text())
     assert {place[0] for place in FIGURES} == content.keys()
     for (part, *names), figure in FIGURES.items():

@@ -23,8 +23,8 @@ from tests.planner.simulation.live_storages import LiveStorages
 from tests.planner.simulation.memory_runs import HOST, MODELS, NUM_RANKS, Run, measured_all, planned
 from tests.pool import Ranks
 
-# The documentation allows planned memory of up to 3 % above the measured one; it may be below only
-# by tensors of single elements.
+# The documentation allows planned memory of up to 3 % above the measured one. Planned memory may be
+# below the measured one only by the size of tensors of single elements.
 MOST = 0.0002
 
 LEVEL_3 = "optim_grads_params"
