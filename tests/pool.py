@@ -311,8 +311,12 @@ def _with_arguments(test: Any, body: Callable[..., None], *names: str) -> Callab
 
 
 def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    test = getattr(importlib.import_module(module), name)
+    # Some modules draw when they are imported, which is only on ranks that run their first test.
+    torch.manual_seed(0)
+    random.seed(0)
     # The module's attribute is the test; functools.wraps left the body on it.
-    getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    test.__wrapped__(**arguments)
 
 
 def _serve(
