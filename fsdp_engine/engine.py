@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,15 @@ if TYPE_CHECKING:
     from fsdp_engine.runtime.missing_values import MissingValues
 
 T = TypeVar("T")
+
+# Advice for programs that use the engine as a module, or as the engine of another library.
+_USE_THE_MODEL = "fe.shard changes the model in place: use the model for this"
+_REPLACEMENTS = {
+    "backward": "loss.backward()",
+    "step": "optimizer.step()",
+    "save_checkpoint": "fe.Checkpointer",
+    "load_checkpoint": "fe.Checkpointer",
+}
 
 # Keys and values are weak references: an engine refers to its model, and a value that refers to its
 # key would never be collected. The model's hooks keep the engine alive.
@@ -168,10 +177,18 @@ class Engine:
         """Raises AttributeError. (For type checkers, this declares the methods of extensions.)"""
         advice = ""
         if hasattr(nn.Module, name) or name == "module":
-            advice = ". fe.shard changes the model in place: use the model for this"
+            advice = f". {_USE_THE_MODEL}"
         if name == "state_dict":
             advice += ", or engine.full_state_dict() for full weights"
+        if name in _REPLACEMENTS:
+            advice = f". Use {_REPLACEMENTS[name]}"
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{advice}")
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raises TypeError, because the model is called, not the engine."""
+        raise TypeError(
+            f"Engine: expected a call of the model; found a call of the engine. {_USE_THE_MODEL}"
+        )
 
     def __repr__(self) -> str:
         ranks = f"{self.mesh.outer.size} x {self.mesh.inner.size} ranks"

@@ -1,21 +1,23 @@
-"""The first example of docs/internals/planner.md: its model, its command, and its output.
+"""The first two examples of docs/internals/planner.md: their models, commands, and output.
 
     python tools/planner_example.py            # fails if the page has another output
     python tools/planner_example.py --write    # writes the output into the page
 
-The command runs in this process, in a folder with the page's model.
+The commands run in this process, in a folder with the models.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -26,25 +28,65 @@ from fsdp_engine.planner import planner_cli
 
 PAGE = Path(__file__).parents[1] / "docs" / "internals" / "planner.md"
 WIDTH = 100
-# The texts before the blocks.
-_BEFORE = {
-    "python": "With this file, `my_model.py`:",
-    "bash": "plans a job on eight H100s",
-    "text": f"which prints in a terminal of {WIDTH} columns",
+# The config.json of Llama 3.1 8B, without entries that do not change the plan.
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
 }
 
 
-def printed_in_page() -> str:
-    """The output that the page has."""
-    return _block("text")
+@dataclass(frozen=True)
+class Example:
+    """An example of the page.
+
+    Attributes:
+        command: A text on the page before the block of the command.
+        output: A text on the page between the command and its output.
+        files: The contents of the files that the command reads, by path.
+    """
+
+    command: str
+    output: str
+    files: dict[str, str]
 
 
-def printed_by_command() -> str:
-    """The output of the page's command with the page's model."""
-    program, *arguments = shlex.split(_block("bash"))
+def examples() -> list[Example]:
+    """Returns the examples."""
+    printed = f"prints in a terminal of {WIDTH} columns"
+    model = _block("python", "With this file, `my_model.py`:")
+    return [
+        Example("plans a job on eight H100s", printed, {"my_model.py": model}),
+        Example(
+            "With the `config.json` of Llama 3.1 8B",
+            printed,
+            {"llama-8b/config.json": json.dumps(_LLAMA)},
+        ),
+    ]
+
+
+def printed_in_page(example: Example) -> str:
+    """Returns the output of an example on the page."""
+    return _block("text", example.command, example.output)
+
+
+def printed_by_command(example: Example) -> str:
+    """Returns the output of an example's command."""
+    program, *arguments = shlex.split(_block("bash", example.command).replace("\\\n", ""))
     assert program == "fsdp-engine"
     with tempfile.TemporaryDirectory() as folder, _working_in(Path(folder)):
-        Path("my_model.py").write_text(_block("python"), encoding="utf-8")
+        for name, text in example.files.items():
+            Path(name).parent.mkdir(exist_ok=True)
+            Path(name).write_text(text, encoding="utf-8")
         environment = {"COLUMNS": str(WIDTH), "TERM": "dumb"}
         result = CliRunner().invoke(planner_cli.app, arguments, env=environment)
     if result.exit_code:
@@ -52,11 +94,16 @@ def printed_by_command() -> str:
     return "".join(f"{line.rstrip()}\n" for line in result.stdout.splitlines())
 
 
-def _block(language: str) -> str:
-    text = PAGE.read_text(encoding="utf-8").partition(_BEFORE[language])[2]
-    found = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
-    assert found is not None
-    return found[1]
+def _block(language: str, *before: str) -> str:
+    """Returns the first code block of a language after some texts, which follow each other."""
+    text = PAGE.read_text(encoding="utf-8")
+    for each in before:
+        _, found, text = text.partition(each)
+        if not found:
+            raise RuntimeError(f"{PAGE.name}: expected the text {each!r}; found none")
+    block = re.search(rf"```{language}\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    return block[1]
 
 
 @contextlib.contextmanager
@@ -82,11 +129,16 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write the output into the page")
     settings = parser.parse_args()
-    page, command = printed_in_page(), printed_by_command()
-    if settings.write:
-        PAGE.write_text(PAGE.read_text(encoding="utf-8").replace(page, command), encoding="utf-8")
-    elif page != command:
-        sys.exit(f"{PAGE.name}: expected the output of its example; found another one. Run --write")
+    for example in examples():
+        page, printed = printed_in_page(example), printed_by_command(example)
+        if settings.write:
+            text = PAGE.read_text(encoding="utf-8")
+            PAGE.write_text(text.replace(page, printed), encoding="utf-8")
+        elif page != printed:
+            sys.exit(
+                f"{PAGE.name}: expected the output of the example {example.command!r}; "
+                "found another one. Run --write"
+            )
 
 
 if __name__ == "__main__":

@@ -283,7 +283,7 @@ class TensorGroup:
     """Tensors of one shape and dtype whose names differ only in numbers.
 
     Attributes:
-        name: The common name, with a star for each number.
+        name: The common name, with a star for each number that differs.
         count: Number of tensors.
         shape: The shape of each tensor.
         dtype: The dtype of each tensor.
@@ -294,19 +294,23 @@ class TensorGroup:
     shape: tuple[int, ...]
     dtype: str
 
+    def add(self, name: str) -> None:
+        """Add a tensor whose name differs from the others only in numbers."""
+        pairs = zip(self.name.split("."), name.split("."), strict=True)
+        self.name = ".".join(mine if mine == other else "*" for mine, other in pairs)
+        self.count += 1
+
 
 def group_tensors(rows: Iterable[TensorRow]) -> list[TensorGroup]:
     """Group rows such as ``blocks.0.weight`` and ``blocks.1.weight``, ordered by the first
     member."""
     groups: dict[Any, TensorGroup] = {}
     for row in rows:
-        pattern = _NUMBER.sub("*", row.name)
-        group = groups.get((pattern, row.shape, row.dtype))
-        if group is None:
-            groups[pattern, row.shape, row.dtype] = TensorGroup(row.name, 1, row.shape, row.dtype)
+        key = (_NUMBER.sub("*", row.name), row.shape, row.dtype)
+        if key in groups:
+            groups[key].add(row.name)
         else:
-            group.count += 1
-            group.name = pattern
+            groups[key] = TensorGroup(row.name, 1, row.shape, row.dtype)
     return list(groups.values())
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.planner_example import WIDTH, printed_by_command, printed_in_page
+from tools.planner_example import WIDTH, Example, examples, printed_by_command, printed_in_page
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "train_planned.py"
@@ -66,12 +66,13 @@ def test_less_memory_takes_another_level_and_has_the_same_losses(ranks: int) -> 
 
 
 @pytest.mark.thorough
-def test_the_first_example_prints_what_the_page_has() -> None:
-    found = printed_by_command().splitlines()
+@pytest.mark.parametrize("example", examples(), ids=lambda each: next(iter(each.files)))
+def test_an_example_prints_what_the_page_has(example: Example) -> None:
+    found = printed_by_command(example).splitlines()
     assert max(map(len, found)) <= WIDTH
     assert any(line.startswith("Use ") for line in found)
     # After a change of the planner: python tools/planner_example.py --write
-    assert found == printed_in_page().splitlines()
+    assert found == printed_in_page(example).splitlines()
 
 
 @pytest.mark.thorough

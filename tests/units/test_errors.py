@@ -250,6 +250,10 @@ def test_an_engine_that_is_used_as_the_model_names_the_model() -> None:
             getattr(engine, name)
     with pytest.raises(AttributeError, match=r"no attribute 'paramters'$"):
         engine.paramters()
+    with pytest.raises(TypeError, match="expected a call of the model; found a call of the engine"):
+        engine(torch.ones(2, 2))
+    with pytest.raises(AttributeError, match=r"'backward'\. Use loss\.backward\(\)"):
+        engine.backward(torch.ones(()))
 
 
 def test_torch_marks_the_classes_of_which_optimizers_were_made() -> None:
