@@ -51,7 +51,8 @@ def has_spared_pair(params: Mapping[str, Any]) -> bool:
 
 
 def values_of(params: Mapping[str, Any], marks: Iterable[pytest.Mark]) -> Case:
-    """A value for each ``parametrize``. Cases of one test share the objects that it lists."""
+    """Returns ids of the listed objects, which cases of one test share: a value for each
+    ``parametrize``."""
     left = dict(params)
     values: list[Hashable] = []
     for mark in marks:

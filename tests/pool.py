@@ -56,9 +56,9 @@ CALL_TIMEOUT_SECONDS = 240.0
 GRACE_SECONDS = 5.0
 START_TIMEOUT_SECONDS = 240.0
 # Groups that a call leaves behind (torch's caches hold meshes of DTensors, and a module may hold a
-# graph) have threads that wake a hundred times a second. With more of them a rank is replaced.
+# graph) have threads that wake a hundred times a second. A rank with so many threads is replaced.
 MOST_THREADS = 24
-# After so many calls threads are counted.
+# Number of calls between two counts of threads.
 CALLS_PER_COUNT = 8
 # The state of a rank's process at its start.
 _FOLDER = os.getcwd()
@@ -312,7 +312,7 @@ def _with_arguments(test: Any, body: Callable[..., None], *names: str) -> Callab
 
 def _run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
     test = getattr(importlib.import_module(module), name)
-    # Some modules draw when they are imported, which is only on ranks that run their first test.
+    # Some modules draw random numbers in their import, which not all ranks run in this call.
     torch.manual_seed(0)
     random.seed(0)
     # The module's attribute is the test; functools.wraps left the body on it.

@@ -87,7 +87,7 @@ class Scenario:
         loss_of: The loss of a model and a batch.
         before_step: Called with the model and the number of the step.
         around: Makes a context for each microbatch of the sharded model from its engine.
-        compute_dtype: Of forward and backward in the one process, or dtypes by parameter name.
+        compute_dtype: Dtype of the one process's compute, or dtypes by parameter name.
         tolerance: Largest error of the first step, relative to the tensor's largest element.
         later: Largest error of the other steps; None: ``tolerance``.
     """

@@ -13,8 +13,8 @@ line before a block:
     x = 1                           such as a model and data
     -->
 
-A ``diff`` block of a program with such a comment shows a change of the program. It runs without and
-with the change; if both runs set ``final_loss``, the values must be equal.
+If a comment begins a program, its ``diff`` blocks show a change, and it runs without and with the
+change. If both runs set ``final_loss``, the values must be equal.
 """
 
 from __future__ import annotations

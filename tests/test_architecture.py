@@ -258,7 +258,7 @@ _private_names = cache(own_private_names)
 
 def only_collectives_communicates(source: Source) -> Iterator[Finding]:
     """Collectives and sends of torch.distributed are called in comm/collectives.py only. (Sums
-    over replicas call those of torchft's groups elsewhere.)"""
+    over replicas call methods of torchft's groups.)"""
     of_torchft = ("integrations.managed_replica", "integrations.microbatch_sums")
     if source.path in ("comm.collectives", *of_torchft):
         return

@@ -53,7 +53,7 @@ def run(folder: Path, *command: str) -> str:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The wheel in an environment of its own, which uses the installed dependencies.
 
-    A path file adds their folder. Path files in it, as of an editable install, are not read then.
+    A path file adds their folder. Python ignores path files in it, so no editable install is found.
     """
     folder = tmp_path_factory.mktemp("package")
     sources, home = folder / "sources", folder / "venv"

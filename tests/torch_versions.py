@@ -29,7 +29,7 @@ marks_gradients = pytest.mark.skipif(
     not MARKS_SUMS, reason="torch distinguishes gradients of slices since version 2.13"
 )
 
-# Whether memory can move between storages: [Note: Arena] in ``memory/arena.py``.
+# Whether memory can move between storages: [Note: Arena] in ``extensions/arenas/arena.py``.
 CAN_PLAN_ADDRESSES = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 plans_addresses = pytest.mark.skipif(
     not CAN_PLAN_ADDRESSES, reason="addresses are planned from torch 2.13 on"

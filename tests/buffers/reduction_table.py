@@ -116,8 +116,8 @@ def recorded(calls: list[Collective]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Step:
-    """The reduction of one axis: its microbatches, the scale before and after it, and its
-    collectives."""
+    """The reduction along one axis: whether each microbatch or the last one runs it, the scale
+    before and after it, and its collectives."""
 
     axis: str
     when: str

@@ -1,6 +1,6 @@
 """When gradients are held: from a unit's first reduction until they are cleared, and no longer.
 
-Gradients that the user holds on to do not change.
+Gradients that the user has stored elsewhere do not change.
 """
 
 from __future__ import annotations

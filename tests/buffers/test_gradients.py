@@ -25,7 +25,7 @@ from tests.training import mesh_of
 
 
 def backward_alone(alone: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Gradients of the mean over ranks; rank r has the batch of ``seed + r``."""
+    """Gradients of the mean loss of all ranks; rank r has the batch of ``seed + r``."""
     make_batch = token_batch if isinstance(alone, Transformer) else vector_batch
     alone.zero_grad()
     for rank in range(dist.get_world_size()):

@@ -192,7 +192,7 @@ def test_on_one_axis_a_bf16_wire_with_fp32_sums_rounds_once_at_most(way: str) ->
             gradient = gradient_of_big_and_small(
                 strategy, None, policy, num_elements=num_elements, **options
             )
-            # Also if nothing is sharded: only summands are sent in the narrow dtype, not the sums.
+            # Exact even if nothing is sharded: summands are sent in the narrow dtype, sums are not.
             assert torch.equal(gradient, torch.full((num_elements,), EXACT)), strategy
 
 
@@ -218,7 +218,7 @@ def test_division_by_the_ranks_makes_no_zeros_of_what_fp16_can_send(
     [
         # Autograd's gradient is in fp16, of which 2 ** -24 is the smallest number.
         (Policy(param_dtype=FP16), 2.0**-24),
-        # Gradients are sent with a factor of 1/2 before the sum, and again after it.
+        # Gradients are halved before the sum, and the sum is halved.
         (Policy(reduce_dtype=FP16), 2.0**-23),
         (Policy(reduce_dtype=FP16, main_grads_dtype=BF16), 2.0**-23),
     ],

@@ -193,8 +193,8 @@ class Order:
         return found
 
     def sweep(self) -> None:
-        """Storages that Python has dropped count as freed, in the order of their home; forget
-        them."""
+        """Forget storages that Python has dropped. They count as freed, in the order of their
+        home."""
         for key in [key for key, m in self.memories.items() if m.reference.expired()]:
             memory = self.memories[key]
             # On CPU a storage keeps its memory while an operation references it.

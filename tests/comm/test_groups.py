@@ -34,7 +34,7 @@ LIMIT = 30.0
 
 
 def trains(mesh: DeviceMesh | None = None, strategy: str = "optim_grads_params") -> None:
-    """A step on ``mesh``, whose loss is a mean over its ranks."""
+    """Compute gradients on ``mesh``, and their norm."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
     engine = fe.shard(model, mesh, strategy)
@@ -154,7 +154,7 @@ def test_a_meeting_names_who_did_not_come_and_those_learn_of_it_later() -> None:
     with pytest.raises(RuntimeError, match=r"tea: .* ranks \[1, 3\] did not call within \d+ s"):
         meet("tea", range(4), SOON)
     store.set("over", "")
-    # After the failure all ranks have the same number of the next meeting.
+    # After the failure, all ranks agree on the number of the next meeting.
     assert not meet("tea", range(4), LATE).all_have
 
 

@@ -224,7 +224,7 @@ class Group:
     ("backend", "device", "is_async"),
     [
         ("nccl", "cuda", False),
-        ("gloo", "cuda", True),  # would make the host wait
+        ("gloo", "cuda", True),  # a synchronous call would make the host wait
         ("mpi", "cpu", True),
     ],
 )

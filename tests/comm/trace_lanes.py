@@ -318,8 +318,8 @@ class Tracer(TorchDispatchMode):
 
 
 def _planned(transient: TransientStorage) -> list[Span]:
-    """The bytes of an arena behind a transient storage, whose next owner must wait for this one.
-    Empty without arenas."""
+    """The bytes of an arena behind a transient storage. The next storage there must wait until this
+    one is freed. Empty without arenas."""
     arena = getattr(transient._memory, "arenas", {}).get(transient._role)
     memory = None if arena is None else arena.memory
     if memory is None:

@@ -61,7 +61,7 @@ _MESHES: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]] = (
 
 def mesh_of(sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """One mesh for each shape. DTensor's caches keep the first of several equal meshes, even across
-    calls of the pool. So groups of an equal mesh must have the same names in each call."""
+    calls of the pool. So equal meshes need process groups of the same names in all calls."""
     assert dist.group.WORLD is not None
     known = _MESHES.setdefault(dist.group.WORLD, {})
     key = (*sizes, *names)

@@ -47,7 +47,7 @@ def steps(model: nn.Module, optimizer: Any, num: int) -> None:
 
 def trained(how: Cut, shape: Shape, num_steps: int) -> tuple[fe.Engine, Any]:
     num_data, num_tensor, level = how
-    torch.manual_seed(num_steps)  # loading has to change everything
+    torch.manual_seed(num_steps)  # other values than the saved ones
     model, data = Model(**shape), None
     if num_data * num_tensor > 1:
         mesh = mesh_of((num_data, num_tensor), ("dp", "tp"))

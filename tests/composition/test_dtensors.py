@@ -75,7 +75,7 @@ WAYS: list[Way] = [
     ("optim_grads", "no_shard", 2, {"tied": True}),
     (*LEVEL_3, 1, {"sequence": True}),
     (*LEVEL_3, 2, {"tied": True, "by_torch": True}),
-    # Two ranks cannot share these hidden sizes evenly: replicas have slices at different offsets.
+    # Two ranks cannot share these sizes evenly, so offsets of slices differ between them.
     (*LEVEL_3, 1, {"hidden": 17, "width": 6, "words": 23}),
 ]
 

@@ -1,4 +1,4 @@
-"""FlatDTensor in one process, of four ranks that exist in name: functions, autograd, copies."""
+"""FlatDTensor in one process, with a mesh of four ranks: functions, autograd, copies."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ def test_a_scalar_parameter_has_gradients_even_where_it_is_not(mesh: DeviceMesh)
         (param * param + param).backward()
         check(param.grad, torch.tensor(7.0), 0, stop)
         ((param * 2).sum() + (param * 3).sum()).backward()
-        # The mean over four ranks, of which three have nothing in a fake group.
+        # Gradients of sums are averaged over four ranks, three of which contribute nothing.
         check(param.grad, torch.tensor(7.0 + 5.0 / 4), 0, stop)
 
 

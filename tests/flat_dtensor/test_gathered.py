@@ -1,4 +1,4 @@
-"""Functions along dims of sharded parameters: gathered, with the result of plain torch."""
+"""Functions along dims gather sharded parameters, and have the results of plain torch."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_a_square_matrix_is_transposed_in_place() -> None:
 
 @on_ranks(4)
 def test_tensors_whose_slices_are_equal_on_some_ranks_only_are_gathered_on_all() -> None:
-    """Ranks 0 and 3 hold nothing of both weights: the slices there are equal."""
+    """Ranks 0 and 3 hold no element of either weight, so the slices there are equal."""
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "qkv"})
     q, k = (model[name].weight.detach().clone() for name in "qk")
     fe.shard(model)

@@ -119,7 +119,7 @@ def test_the_switch_of_all_reductions_leaves_unsynced_gradients_unsynced() -> No
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = parallelize(fsdp2, seeded(), mesh)
     options = fsdp2.fully_shard.state(model.layers["1"]).unit.options
-    # As FSDP2, which reduces along the second axis only where it reduces along the first.
+    # As in FSDP2, units are reduced along the second axis only if also along the first.
     for sets_all_reduce, value, syncs in (
         (False, False, False),
         (True, True, False),

@@ -154,7 +154,7 @@ def checkpoint_layers(model: Any) -> None:
         checkpoint(layer)
 
 
-# Calls after which results are the same: none undoes another's effect.
+# Calls that do not change results. No call undoes an earlier one, so all have an effect.
 SETTINGS: list[Callable[[Any], object]] = [
     lambda model: [layer.unshard() for layer in model.layers.values()],
     lambda model: [layer.unshard(async_op=True) for layer in model.layers.values()],
@@ -228,7 +228,7 @@ PROGRAMS: dict[str, Program] = {
 }
 
 
-# Similar cases run anyway: "bf16, rest in fp32", "divisor" and, with AdamW, ``test_compile.py``.
+# Thorough, since each is similar to "bf16, rest in fp32", "divisor" or ``test_compile.py``.
 REPEATED = {"bf16", "divisor in float64", "adamw"}
 
 

@@ -82,7 +82,7 @@ def test_state_dicts_are_of_sharded_tensors_and_load() -> None:
     other = parallelize(fsdp2, Model())
     other.load_state_dict(state)
     torch.testing.assert_close(other(TOKENS), model(TOKENS))
-    # Also while full parameters are installed.
+    # State dicts hold sharded tensors even while modules have full parameters.
     model.set_reshard_after_forward(False)
     loss = loss_of(model, TOKENS, TARGETS)
     assert all(isinstance(each, DTensor) for each in model.state_dict().values())

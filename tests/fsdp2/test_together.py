@@ -45,7 +45,7 @@ def test_ranks_unshard_different_modules(
     assert engine is not None
     with engine.together():
         for step in range(3):
-            # Each rank unshards other blocks, the last rank none; weights are those of this step.
+            # Each rank unshards other blocks, the last rank none, and finds this step's weights.
             mine = [number for number in range(4) if (number + step) % 4 < 3 - rank]
             blocks = [model.blocks[number] for number in mine]
             handles = [block.unshard(async_op=async_op) for block in blocks]

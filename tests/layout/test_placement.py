@@ -91,7 +91,7 @@ def test_every_request_is_placed_once_no_granule_is_cut_and_little_is_padded(
     granules = {r.name: granule_of(r, math.prod(world)) for r in requests if r.numel}
     classes = set(granules.values())
     assert 1 <= len(layouts) <= max(1, len(classes))
-    # A granule is never spread over two buffers: that would only pad more.
+    # Tensors of equal granules are in one buffer: two buffers would only need more padding.
     for granule in classes:
         holders = [
             layout

@@ -105,7 +105,7 @@ def test_bytes_at_rest_are_those_of_the_formulas(strategy: str, outer: str, all_
             numel = sum(layout.numel for layout in layouts)
             num_elements = sum(p.numel() for p in model.parameters())
             assert sum(layout.num_tensor_elements for layout in layouts) == num_elements
-            # Shards of four ranks are at most 64 elements a rank and tensor longer.
+            # Each buffer has less padding than 64 elements for each rank and each tensor.
             assert numel < num_elements + 64 * (4 + len(list(model.parameters()))) * len(layouts)
             for num_steps in range(3):
                 # Sharded gradients are freed when they are cleared.
@@ -302,7 +302,7 @@ def test_pinned_host_memory_is_as_large_as_asked_and_goes_with_its_block(
     assert runtime.pinned == {block.bytes.data_ptr(): 1000}
     del block
     assert runtime.pinned == {}
-    assert piece.fill_(3).sum() == 30  # a view is memory all the same
+    assert piece.fill_(3).sum() == 30  # a view keeps the memory, which is no longer pinned
     assert HostBlock(0, pinned=True).bytes.numel() == 0
 
 

@@ -74,7 +74,7 @@ def test_full_state_of_an_unsharded_model_is_sharded_when_it_is_loaded(kind: str
 
 @on_ranks(4)
 def test_state_of_other_slices_is_refused_on_each_rank() -> None:
-    """Ranks 0 and 3 hold nothing of both weights: only the slices of ranks 1 and 2 differ."""
+    """Ranks 0 and 3 hold no element of either weight: only slices of ranks 1 and 2 differ."""
     model = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in "qkv"})
     fe.shard(model, initial_values="rank0")
     saved, loaded = (fe.shard_optimizer(torch.optim.AdamW([model[name].weight])) for name in "qk")

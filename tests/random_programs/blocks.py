@@ -65,7 +65,7 @@ class Around(nn.Module):
 
 
 class Repeat(Around):
-    """``how`` many times."""
+    """Calls its block ``how`` times."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.how):

@@ -182,7 +182,7 @@ class GivenHead(nn.Linear):
 
 
 class ReadsPositions(Transformer):
-    """Adds weights that it never gives to a call, before the first block."""
+    """Reads the weight of a module that it never calls, before the first block."""
 
     def __init__(self) -> None:
         super().__init__(num_blocks=2)

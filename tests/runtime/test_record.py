@@ -64,7 +64,7 @@ def test_a_window_is_at_least_one_unit_and_never_more_than_one_over_the_budget(
     order, sizes, budget = walk
     found = windows(order, sizes, budget)
     record = Record(order, order[::-1], sizes, budget)
-    for _ in range(2):  # a repeated microbatch gives each use in turn
+    for _ in range(2):  # uses of a repeated microbatch are expected
         record.begin_forward()
         given_steps = [record.use(unit, FORWARD) for unit in order]
         assert [tuple(use.unit for use in each.window) for each in given_steps] == found

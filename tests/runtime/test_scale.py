@@ -160,7 +160,7 @@ def placements_of(num_ranks: int) -> list[FlatPlacement]:
 
 
 def num_objects(root: object, stop_at: tuple[type, ...]) -> int:
-    """Values within ``root``, containers and their items, without objects of these types."""
+    """The number of objects that ``root`` refers to, without those of the types ``stop_at``."""
     seen: set[int] = set()
     todo = [root]
     while todo:

@@ -19,8 +19,8 @@ NUM_EXPERTS = 2
 
 
 class Mixture(nn.Module):
-    """A linear and experts. This rank holds the experts ``held``, the ranks of ``group`` all
-    experts."""
+    """Two linears and experts. This rank holds the experts ``held``. The ranks of ``group``
+    together hold all experts."""
 
     def __init__(self, held: list[int], group: Any = None) -> None:
         super().__init__()

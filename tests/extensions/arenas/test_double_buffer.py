@@ -39,7 +39,7 @@ def config_of(budget: int | None = None, **fields: Any) -> fe.DistributedDataPar
 
 
 class Halves(nn.Module):
-    """Another weight in each call."""
+    """Uses another weight in each call."""
 
     def __init__(self) -> None:
         super().__init__()

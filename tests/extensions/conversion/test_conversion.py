@@ -258,7 +258,7 @@ def test_what_cannot_be_converted_raises_and_changes_nothing() -> None:
         x = mine(data(0, torch.float32))
         with pytest.raises(ValueError, match="expected parameters to stay on cpu"):
             model.to("meta")
-        if level == "optim_grads_params":  # elsewhere, buckets do not follow modules
+        if level == "optim_grads_params":  # buckets of other levels do not follow modules
             with pytest.raises(ValueError, match=r"not converted\. Convert the whole unit"):
                 model.norm.double()
         model.float()

@@ -1,4 +1,4 @@
-"""A model with dropout, batch normalization, tied weights and a rarely used one; its training."""
+"""A model with dropout, batch normalization, tied weights and a rarely used weight, trained."""
 
 from __future__ import annotations
 

@@ -408,7 +408,7 @@ def test_what_is_no_mean_of_all_samples_is_refused_and_the_next_steps_are_right(
                 refused(engine)
             engine.reset()
             model.zero_grad()
-            # With either kind of loss.
+            # The next step may have either kind of loss.
             model(rows(3, rank)).mean().backward()
             check_seeds(model, [0, 1])
             model.zero_grad()
@@ -470,7 +470,7 @@ def test_units_that_are_not_reduced_are_refused() -> None:
         loss.backward()
 
 
-# Cases of each pair of levels and shape, in some five minutes.
+# Number of cases for each pair of levels and shape; all cases take about five minutes.
 NUM_CASES = int(os.environ.get("FSDP_ENGINE_EPOCHS", "20"))
 
 

@@ -144,7 +144,7 @@ def test_what_a_codec_keeps(name: str) -> None:
             dist.all_gather_object(everybody, [bits(full) for full in found])
             for other in everybody:
                 assert all(torch.equal(*pair) for pair in zip(other, everybody[0], strict=True))
-            if name.startswith("te") and plants:  # its maximum loses a NaN of another rank
+            if name.startswith("te") and plants:  # its amax loses a NaN of another rank
                 continue
             whole = encoded(CODECS[name](), values, 0, numel)
             torch.testing.assert_close(found, whole, rtol=0, atol=0, equal_nan=True)

@@ -74,7 +74,7 @@ def test_delay_wgrad_compute_holds_back_the_reductions_of_what_is_late(level: st
     messages = Messages()
     with messages.counting():
         ddp(*batch).backward()
-    assert reduced(messages) == set()  # the last block comes first in the order, and is late
+    assert reduced(messages) == set()  # the last block, which is reduced first, is late
     late = late_modules(model)
     for place in (3, 2):
         with messages.counting():

@@ -63,8 +63,9 @@ class Job:
 
     def gradient(self) -> Tensor:
         """Returns the gradient of a step of two microbatches."""
-        # Errors shrink if the next values are much smaller. So each reduction sends at least 0.4 of
-        # the gradient; the second one sends all of it at no_shard.
+        # Part of the errors is lost if the next values are much smaller ([Note: Bounded errors]).
+        # So each reduction sends at least 0.4 of the gradient. At no_shard the second reduction
+        # sends the sum of both.
         for share in (0.6, 0.4):
             (share * self.model(inputs_of(dist.get_rank()))).backward()
         found = torch.cat([reference.full(p.grad) for p in self.model.parameters()])
@@ -204,7 +205,7 @@ def test_errors_of_a_gradient_that_is_dropped_are_bounded_by_the_next_one(bits: 
     job.model.zero_grad()
     gradient = mean_inputs()
     error = (job.gradient() - gradient).abs().max() / gradient.abs().max()
-    # One summand is exact. The other has a kept error of up to a scale, and loses up to half.
+    # One summand is exact. The other has an old error of up to 1 scale, and a new one of up to 0.5.
     assert error < 1.5 / LARGEST[bits]
 
 

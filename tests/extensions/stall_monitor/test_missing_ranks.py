@@ -95,7 +95,7 @@ def test_a_rank_with_fewer_batches_is_named_as_is_one_that_misses_a_norm(level: 
     groups = [dist.new_group(pair, timeout=timedelta(seconds=8)) for pair in pairs]
     number, place = divmod(dist.get_rank(), 2)
     model = make_model()
-    # Where no rank holds a part of the gradients alone, their norm sends nothing.
+    # Where every rank holds all gradients, their norm sends nothing.
     levels = (level, "optim_grads_params")
     engine = fe.shard(model, DeviceMesh.from_group(groups[number], "cpu"), levels[number])
     train(model, NUM_STEPS)

@@ -127,7 +127,7 @@ KINDS: dict[str, Any] = {
 
 def _model(kind: str, *, is_plain: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    # Narrow pads uneven shards. 6 rows of the second layer are even.
+    # Narrow pads uneven shards. The second layer's 6 rows make even shards.
     size = 7 if kind.startswith("narrow") else 8
     blocks = [
         nn.Sequential(nn.Linear(6, size, bias=False), nn.Tanh(), nn.Linear(size, 6, bias=False))

@@ -1,4 +1,4 @@
-"""Owners with the interfaces of torch around an optimizer."""
+"""Optimizers of whole tensors with torch's state dicts, checkpoints and ``fully_shard``."""
 
 from __future__ import annotations
 

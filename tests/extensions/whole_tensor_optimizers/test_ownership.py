@@ -1,4 +1,4 @@
-"""Choice of owners."""
+"""Choice of the rank that owns, and steps, each parameter."""
 
 from __future__ import annotations
 

@@ -304,7 +304,7 @@ def test_what_users_do_is_as_in_one_process(use: Callable[[owned.Side], Any]) ->
 @on_ranks(4)
 def test_a_line_search_calls_its_closure_with_the_weights_of_each_trial(level: str) -> None:
     def model() -> nn.Module:
-        # The last layer has fewer elements than slices have room for: some ranks have none.
+        # The last layer has fewer elements than one shard: some ranks hold none of them.
         return owned.plain_model().append(nn.Linear(owned.SIZES[-1], 1, bias=False).double())
 
     def maker(model: nn.Module) -> torch.optim.LBFGS:
