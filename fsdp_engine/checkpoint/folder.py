@@ -42,12 +42,14 @@ import json
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -55,6 +57,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdp_engine.checkpoint.dcp_metadata import METADATA, check_files, read_metadata
+from fsdp_engine.checkpoint.export_source import parts_of
 from fsdp_engine.checkpoint.extra_tensors import (
     ExtraTargets,
     ExtraTensors,
@@ -87,7 +90,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
     optimizer_kind,
 )
 from fsdp_engine.checkpoint.reader import Reader
-from fsdp_engine.checkpoint.reading_weights import listed
+from fsdp_engine.checkpoint.reading_weights import listed, untied_text
 from fsdp_engine.checkpoint.run_state import unpack, warn_of_refused
 from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import (
@@ -100,6 +103,7 @@ from fsdp_engine.checkpoint.stage_place import claim_folder, differences, place_
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.rendezvous import ERROR_KINDS
+from fsdp_engine.memory.allocator import as_bytes, empty_like
 
 
 @contextmanager
@@ -405,6 +409,8 @@ class FolderMatch:
         examine: Function that is called with each of these further objects.
         trainable_only: Do not change frozen parameters. None: use the option of the save.
         is_same_job: Whether the number of ranks is the same as at the save.
+        ties: The first name of each tied weight of the saved model, by each of its further names.
+            Tied weights of this model that were not tied at the save must have equal values.
 
     Attributes:
         problems: A line for each entry that does not fit. Such entries are not in ``targets``.
@@ -427,6 +433,7 @@ class FolderMatch:
         examine: Callable[[Any], object] = lambda value: None,
         trainable_only: bool | None = False,
         is_same_job: bool = False,
+        ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._files = files
         folder = files.folder
@@ -446,9 +453,15 @@ class FolderMatch:
                 "trainable, since it was saved with trainable_only=True. Load frozen parameters "
                 "from their source, and this checkpoint with trainable_only=True"
             )
-        self.targets, self.problems, self._extra_states = match_model(
-            engine, self._saved, trainable_only=trainable_only
-        )
+        found = match_model(engine, self._saved, trainable_only=trainable_only)
+        self.targets, self.problems = found.targets, found.problems
+        self._extra_states = found.extra_states
+        # The entries of tied weights that must be compared, with the entries that are loaded.
+        self._copies = {
+            key: first
+            for key, first in found.copies.items()
+            if _first_name(key, ties) != _first_name(first, ties)
+        }
         self._check_stage(trust)
         self._what = "model" if optimizer is None else "model and optimizer"
         self._optimizer: OptimizerMatch | None = None
@@ -508,6 +521,7 @@ class FolderMatch:
     def fetch(self) -> None:
         """Copy those target files into the folder that only other nodes have. Collective."""
         targets = self.targets | dict.fromkeys(self._examined)
+        targets |= {key: self.targets[first] for key, first in self._copies.items()}
         self._files.fetch(lambda: files_of(targets, self._metadata))
 
     @property
@@ -538,6 +552,7 @@ class FolderMatch:
         objects = {key: value for key, value in self.targets.items() if value is None}
         error: Exception | None = None
         try:
+            self._check_copies()
             read_entries(self._folder, self._metadata, objects, trust=self._trust)
             with self._extra.reading():
                 for key in self._others:
@@ -554,6 +569,22 @@ class FolderMatch:
         self._tensors = tensors | self._extra.targets
         if self._saved.below(EXTRA_TENSORS):
             self._files.fetch(lambda: files_of(self._tensors, self._metadata))
+
+    def _check_copies(self) -> None:
+        """Check that the entries of each tied weight are equal. Reads this rank's slices."""
+        different = []
+        for key, first in self._copies.items():
+            target = self.targets[first]
+            values = [empty_like(target, target.device) for _ in range(2)]
+            read: Targets = dict(zip((first, key), values, strict=True))
+            read_entries(self._folder, self._metadata, read)
+            if any(
+                not torch.equal(as_bytes(one), as_bytes(other))
+                for (_, one), (_, other) in zip(*map(parts_of, values), strict=True)
+            ):
+                different.append((first, key))
+        if different:
+            raise ValueError(f"checkpoint {self._folder}: {untied_text(different)}")
 
     def _unpack(self, key: str, packed: Any) -> Any:
         return unpack(packed, f"{self._folder}: {key}", self._trust)
@@ -592,6 +623,12 @@ class FolderMatch:
                 error.__cause__ = caught
             self._engine.weights_changed()
             agree(what, error, group)
+
+
+def _first_name(key: str, ties: Mapping[str, str]) -> str:
+    """Returns the first name of the weight in the entry ``key`` at the save."""
+    name = key.removeprefix(f"{MODEL}.")
+    return ties.get(name, name)
 
 
 def _missing_key(key: str) -> Hashable:

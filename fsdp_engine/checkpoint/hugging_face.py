@@ -222,7 +222,7 @@ def load_safetensors(
     Raises:
         ValueError: Tensors are missing, unexpected, of another shape, or of a dtype that cannot be
             converted (all of them are listed; a tied weight may be stored under any of its names),
-            or a file is damaged.
+            or a tied weight is stored twice with different values, or a file is damaged.
         TypeError: ``rename`` or its result has a wrong type.
         OSError: The folder or a file is missing.
         RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``. Or reading
@@ -242,6 +242,7 @@ def load_safetensors(
         stored = _stored(Path(directory), rename)
         found = match(engine, {name: list(map(whole, each)) for name, each in stored.items()})
         found.raise_for(str(directory), strict=True)
+        found.check_copies(str(directory))
         targets = found.targets
     except Exception as caught:
         error = caught

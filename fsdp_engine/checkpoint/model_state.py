@@ -7,6 +7,7 @@ shape and dtype of each key, so that all mismatches are found before anything is
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -204,24 +205,34 @@ def ties(engine: ShardedModel) -> dict[str, str]:
     return {name: first for first, *others in names for name in others}
 
 
-def match_model(
-    engine: ShardedModel, saved: Saved, *, trainable_only: bool = False
-) -> tuple[Targets, list[str], list[str]]:
+@dataclasses.dataclass
+class ModelMatch:
+    """The match of a checkpoint's entries with a model.
+
+    Attributes:
+        targets: The entries to read. Entries that do not fit are left out.
+        problems: A line for each entry that does not fit.
+        extra_states: The keys of the extra states of modules that the checkpoint contains.
+        copies: The further entries of tied weights, with the entry that is read in their place.
+    """
+
+    targets: Targets = dataclasses.field(default_factory=dict)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    extra_states: list[str] = dataclasses.field(default_factory=list)
+    copies: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+def match_model(engine: ShardedModel, saved: Saved, *, trainable_only: bool = False) -> ModelMatch:
     """Match the entries of a checkpoint with a model.
 
     Args:
         engine: The engine of the model.
         saved: The keys of the checkpoint.
         trainable_only: Do not read frozen parameters, whether the checkpoint contains them or not.
-
-    Returns:
-        The entries to read, a line for each entry that does not fit, and the keys of the extra
-        states of modules that the checkpoint contains. Entries that do not fit are not read.
     """
-    targets: Targets = {}
-    problems: list[str] = []
+    match = ModelMatch()
+    targets, problems, extra_states = match.targets, match.problems, match.extra_states
     known: set[str] = set()
-    extra_states: list[str] = []
     params = saved_params(engine)
     tensors: dict[int, tuple[Tensor, list[str]]] = {}
     for key, value in _model_state(engine.model).items():
@@ -232,7 +243,7 @@ def match_model(
         elif is_extra_state(key):
             found = saved.below(MODEL, key)
             known.update(found)
-            targets |= {each: saved.empty(each) for each in found}
+            targets.update({each: saved.empty(each) for each in found})
             if found:
                 extra_states.append(key)
             else:
@@ -253,12 +264,13 @@ def match_model(
         misfits = [_misfit(tensor, key, saved) for key in present]
         problems += [line for line in misfits if line]
         if not any(misfits):
-            # A tied weight is saved under each of its names. Only one of the entries is read.
+            # A tied weight is saved under each of its names. Only one of the entries is loaded.
             targets[present[0]] = tensor.detach()
+            match.copies.update(dict.fromkeys(present[1:], present[0]))
     for key in saved.below(MODEL):
         if key not in known:
             problems.append(f"unexpected {key}: expected nothing; found {saved.describe(key)}")
-    return targets, problems, extra_states
+    return match
 
 
 def set_extra_states(

@@ -23,6 +23,8 @@ from fsdp_engine.checkpoint.reader import ReadBuffer, read_box
 from fsdp_engine.checkpoint.safetensors_folder import TensorInFile
 from fsdp_engine.checkpoint.sharded_model import ShardedModel
 from fsdp_engine.comm.agreement import agree
+from fsdp_engine.memory import allocator
+from fsdp_engine.memory.allocator import as_bytes
 
 # Number of reads in flight, and bytes of the buffer of each.
 READERS = 4
@@ -38,18 +40,54 @@ class Target:
     local: Tensor
 
 
+@dataclass(frozen=True)
+class TiedCopies:
+    """Two stored tensors that are read into one tied weight, so that they must be equal.
+
+    Attributes:
+        names: The names of both tensors.
+        pieces: Both tensors.
+        dtype: The dtype of the weight.
+        ranges: The flat ranges that this rank holds: first element, number of elements.
+    """
+
+    names: tuple[str, str]
+    pieces: tuple[Pieces, Pieces]
+    dtype: torch.dtype
+    ranges: tuple[tuple[int, int], ...]
+
+    def are_equal(self) -> bool:
+        """Returns whether this rank's elements of both tensors are equal in the weight's dtype."""
+        step = max(BUFFER_BYTES // self.dtype.itemsize, 1)
+        for first, numel in self.ranges:
+            for start in range(first, first + numel, step):
+                shape = 2, min(step, first + numel - start)
+                values = allocator.empty(shape, self.dtype, "cpu")
+                read(
+                    [
+                        Target(*each)
+                        for each in zip(self.pieces, (start, start), values, strict=True)
+                    ]
+                )
+                if not torch.equal(as_bytes(values[0]), as_bytes(values[1])):
+                    return False
+        return True
+
+
 @dataclass
 class Match:
     """The match of stored tensors with the tensors of a model.
 
     Attributes:
         targets: The ranges that this rank reads.
+        copies: The tied weights that are stored under several names.
         missing: Descriptions of the expected tensors that are not stored, by name.
         unexpected: Descriptions of the stored tensors that are not in the model, by name.
         problems: A line for each tensor that has another shape or dtype or is stored twice.
     """
 
     targets: list[Target] = field(default_factory=list)
+    copies: list[TiedCopies] = field(default_factory=list)
     missing: dict[str, str] = field(default_factory=dict)
     unexpected: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -79,6 +117,34 @@ class Match:
                 f"{where}: expected the tensors of this model; found {len(problems)} that differ"
                 f"{listed(problems)}"
             )
+
+    def check_copies(self, where: str) -> None:
+        """Check that the stored tensors of each tied weight are equal. Reads this rank's slices.
+
+        Args:
+            where: The path that is read, for the message.
+
+        Raises:
+            ValueError: Tensors differ; the message names them.
+            OSError, EOFError: A file cannot be read.
+        """
+        found = [each.names for each in self.copies if not each.are_equal()]
+        if found:
+            raise ValueError(f"{where}: {untied_text(found)}")
+
+
+def untied_text(pairs: Sequence[tuple[str, str]]) -> str:
+    """Returns the error message for a tied weight that is stored under two names with two values.
+
+    Args:
+        pairs: The two names of each such weight.
+    """
+    names = "; ".join(f"{first} and {second}" for first, second in pairs)
+    return (
+        f"expected equal values for the names of each tied weight; found different ones for {names}"
+        ". The model that was saved had separate weights: build this model with separate weights, "
+        "too (in transformers: tie_word_embeddings=False)"
+    )
 
 
 def listed(problems: Sequence[str]) -> str:
@@ -127,14 +193,21 @@ def match(
         if wanted is not None and not any(name in wanted for name in names):
             continue
         expected = describe_tensor(tuple(tensor.shape), tensor.dtype)
-        present = [unexpected.pop(name)[0] for name in names if name in stored]
+        stored_names = [name for name in names if name in stored]
+        present = [unexpected.pop(name)[0] for name in stored_names]
         if not present:
             found.missing[names[0]] = expected
         for each in present:
             if each.shape != tensor.shape or not _is_readable(each.dtype, tensor.dtype):
                 found.problems.append(f"{names[0]}: expected {expected}; found {_described(each)}")
         if present:
-            found.targets += [Target(present[0], *part) for part in parts_of(tensor)]
+            parts = parts_of(tensor)
+            found.targets += [Target(present[0], *part) for part in parts]
+            ranges = tuple((first, local.numel()) for first, local in parts)
+            found.copies += [
+                TiedCopies((stored_names[0], other), (present[0], each), tensor.dtype, ranges)
+                for other, each in zip(stored_names[1:], present[1:], strict=True)
+            ]
     for name, all_of_it in unexpected.items():
         found.unexpected[name] = _described(all_of_it[0])
     return found

@@ -217,6 +217,7 @@ class Run:
                 examine=examine,
                 trainable_only=self._trainable_only,
                 is_same_job=is_same_job,
+                ties=manifest.ties,
             )
 
         def check(match: FolderMatch) -> None:

@@ -230,8 +230,9 @@ def load_pretrained(
 
     Raises:
         ValueError: Tensors are missing or unexpected (with ``strict``), of another shape, or of a
-            dtype that cannot be converted; the message lists all of them. Or the model is not
-            sharded, a conversion does not fit, or the folder's weights are quantised.
+            dtype that cannot be converted; the message lists all of them. Or a tied weight is
+            stored twice with different values, the model is not sharded, a conversion does not fit,
+            or the folder's weights are quantised.
         OSError: The folder or a file is missing.
         RuntimeError: The call is within a forward, a backward or ``engine.unsharded()``. Or reading
             failed halfway: weights are then partly replaced, and forwards and saves raise until
@@ -256,6 +257,7 @@ def load_pretrained(
             if strict:
                 _refuse_missing_adapters(engine.model, str(folder), found)
         found.raise_for(str(folder), strict=strict)
+        found.check_copies(str(folder))
         initialization = plan_initialization(engine, found.missing, is_base=not is_of_adapter)
     except Exception as caught:  # conversions of transformers raise errors of any type
         error = caught
