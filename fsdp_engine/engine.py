@@ -251,9 +251,9 @@ class Engine:
             for index in range(len(buffer.records)):
                 if self.guard.full_main(buffer, index) is not None:
                     raise RuntimeError(
-                        f"{what}: expected the sharded parameter as {buffer.records[index].name}; "
-                        "found the full main weight of engine.unsharded(). Call this outside of "
-                        "unsharded(); unsharded() within a context that swaps weights is allowed"
+                        f"{what}: expected {buffer.records[index].name} to be sharded; found its "
+                        "full main weight, within engine.unsharded(). Call this before or after "
+                        "unsharded(); a context that swaps weights may contain unsharded()"
                     )
 
     def check_trained_weights(self, what: str) -> None:

@@ -94,8 +94,8 @@ class EngineExtension:
         for record in setup.plan.records:
             if record.spread is not None:
                 raise ValueError(
-                    f"{record.name}: expected a parameter that is not tensor-parallel, with "
-                    f"{name}; found a DTensor over other mesh dimensions"
+                    f"{record.name}: expected no tensor-parallel parameter, since {name} does not "
+                    "support them; found a DTensor"
                 )
 
     def memory(self, setup: Any) -> Any:

@@ -99,7 +99,11 @@ EXTENSIONS: tuple[Extension, ...] = (
                 "where ranks use different modules, or evaluate different numbers of batches, use "
                 "engine.together()",
             ),
-            ("together()", "call engine.await_ranks() before collectives of your own within it"),
+            (
+                "together()",
+                "within engine.together(), call engine.await_ranks() before collectives of your "
+                "own",
+            ),
         ],
     ),
     Extension("ema", names=("EMA",)),

@@ -408,8 +408,8 @@ def check_types(model: object, policy: object, options: object = None) -> None:
         if (sharder := _sharder_of(module)) is not None:
             raise TypeError(
                 "model: expected modules with full parameters; found "
-                f"{label_of(name)}, whose parameters {sharder} has sharded. Pass the model without "
-                "it, since shard() replaces it"
+                f"{label_of(name)}, whose parameters {sharder} has sharded. Do not apply {sharder} "
+                "to the model: shard() replaces it"
             )
     check_policy_and_options(policy, options)
 
@@ -459,8 +459,8 @@ def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
     if asked is None or isinstance(asked, bool):
         if asked is True and levels.depth(Role.PARAM) == 0:
             raise ValueError(
-                f"reshard_after_forward: expected None or False, since {levels} keeps parameters "
-                "full; found True"
+                f"reshard_after_forward: expected None or False, since strategy {levels} keeps "
+                "parameters full; found True"
             )
         return asked is False
     if not isinstance(asked, int):
@@ -474,9 +474,9 @@ def keeps_after_forward(asked: object, size: int, levels: Strategy) -> bool:
         )
     if asked not in (1, size):
         warnings.warn(
-            f"reshard_after_forward={asked}: parameters are resharded to all {size} ranks and "
-            "gathered from them in backward: results are the same, less memory is held, more is "
-            "sent. To hold parameters within a node only, give a 2-D mesh (HSDP)",
+            f"reshard_after_forward={asked}: parameters are resharded to all {size} ranks instead "
+            f"of {asked}. This takes less memory and more communication, with the same results. To "
+            "shard within a node only, give a 2-D mesh (HSDP)",
             stacklevel=3,
         )
     return asked == 1

@@ -469,10 +469,10 @@ def read_error(label: str) -> str:
     """Returns the error message for functions that read full parameters at a time when they are
     not gathered."""
     return (
-        f"{label}: expected its full parameters to be read within its forward, or in its backward. "
-        "Backward begins with the gradient of a tensor that forward returned, or kept in an "
-        "attribute or an argument. Found a function that reads them at another time, when they are "
-        "sharded or their all-gather is in flight. Return the tensor that the loss uses from "
-        "forward, or keep the unit unsharded until its backward (options.keeps_after_forward of "
-        "engine.units)"
+        f"{label}: expected its full parameters to be read within its forward, or in its backward; "
+        "found a function that reads them at another time, when they are sharded or their "
+        "all-gather is in flight. The engine gathers them for backward when autograd reaches a "
+        "tensor that forward returned, or kept in an attribute or an argument. Let forward return "
+        "the tensor that the loss uses, or keep the unit unsharded until its backward "
+        "(options.keeps_after_forward = True of the unit in engine.units)"
     )

@@ -162,8 +162,8 @@ def advice_on_calls(what: str) -> str:
     advice = advice_for(what)
     return (
         "All ranks must make the same calls: evaluation, saving and norms also wait for every rank"
-        f"{advice and '; '}{advice}. If the lines in this message are not the cause, an earlier "
-        "call was made by one rank only."
+        f"{advice and '; '}{advice}. If no line of code that is named here is the cause, some "
+        "ranks have skipped an earlier call."
     )
 
 

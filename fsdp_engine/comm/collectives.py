@@ -375,7 +375,7 @@ def max_steps(tensor: Tensor, group: dist.ProcessGroup) -> Steps:
 def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0) -> Tensor:
     """Broadcast ``tensor`` from rank ``source`` of the group. Without a group, do nothing."""
     if group is not None and tensor.numel():
-        with naming("values of the first rank", group), _served(tensor, group) as sent:
+        with naming("a broadcast of values", group), _served(tensor, group) as sent:
             dist.broadcast(_as_sent(sent), group=group, group_src=source)
     return tensor
 
@@ -383,7 +383,7 @@ def broadcast_(tensor: Tensor, group: dist.ProcessGroup | None, source: int = 0)
 def broadcast_together_(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Broadcast many tensors of one dtype from the first rank, in few messages."""
     if group is not None and tensors:
-        with naming("values of the first rank", group):
+        with naming("a broadcast of values", group):
             dist._broadcast_coalesced(group, list(tensors), _MESSAGE_BYTES, 0)
 
 
@@ -392,13 +392,13 @@ def send(tensor: Tensor, group: dist.ProcessGroup, receiver: int) -> None:
 
     Returns when the tensor can be changed.
     """
-    with naming("a file of another rank", group):
+    with naming("a transfer of a file", group):
         dist.send(tensor, group=group, group_dst=receiver)
 
 
 def receive_(tensor: Tensor, group: dist.ProcessGroup, sender: int) -> None:
     """Receive a tensor from rank ``sender`` of the group, which calls :func:`send`."""
-    with naming("a file of another rank", group):
+    with naming("a transfer of a file", group):
         dist.recv(tensor, group=group, group_src=sender)
 
 

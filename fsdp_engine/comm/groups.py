@@ -47,7 +47,7 @@ def group_of_ranks(
     key = (purpose, members)
     known = _BY_RANKS.setdefault(default_group(), {})
     timeout = timeout_of_group(like, device)
-    met = meet("a group of model-parallel ranks", members, timeout, has=key in known)
+    met = meet("creation of a process group", members, timeout, has=key in known)
     if not met.all_have:
         known[key] = group_like(like, list(members), device, f"{met.name}/{purpose}")
     return known[key]

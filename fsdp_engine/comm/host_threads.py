@@ -67,7 +67,7 @@ def share_cores() -> None:
     if dist.get_rank() == 0:
         warnings.warn(
             f"torch.get_num_threads(): expected at most {share}, since {num_ranks} ranks share "
-            f"{num_cores} cores; found {found}, and set {share}. Set OMP_NUM_THREADS for another "
-            "number",
+            f"{num_cores} cores; found {found}, and reduced it to {share}. Set OMP_NUM_THREADS for "
+            "another number",
             stacklevel=2,
         )

@@ -111,7 +111,7 @@ class DataMesh(Ranks):
         members = ranks.flatten().tolist()
         key = (device_mesh.device_type, *ranks.shape, *members)
         timeout = timeout_of_group(device_mesh.get_group(0), device)
-        order = members if len(members) <= 16 else hash(tuple(members))
+        order = members if len(members) <= 16 else f"ranks with hash {hash(tuple(members))}"
         note = f"a mesh of shape {tuple(ranks.shape)} over {order}{note and '; '}{note}"
         met = meet(what, members, timeout, note=note, has=key in known)
         if not met.all_have:

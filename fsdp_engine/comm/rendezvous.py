@@ -289,8 +289,8 @@ class _Place:
             if before.get(rank) == label:
                 self.decide(
                     "later",
-                    f"{self._what}: expected the same on all ranks; found on rank {self._rank} "
-                    f"[{note}] and on rank {rank} none: it waits for {label}",
+                    f"{self._what}: expected on all ranks; found on rank {self._rank} [{note}] and "
+                    f"not on rank {rank}, which waits for {label}",
                 )
                 return
 

@@ -146,8 +146,9 @@ class Layout:
         )
         if broken:
             raise ValueError(
-                f"{slot.name}: expected shard boundaries (multiples of {size}) at a distance from "
-                f"its offset {slot.offset} that is a multiple of its granule {slot.granule}"
+                f"{slot.name}: expected shard boundaries on multiples of its granule "
+                f"{slot.granule}, counted from its offset {slot.offset}; found boundaries on "
+                f"multiples of {size}"
             )
 
     @property

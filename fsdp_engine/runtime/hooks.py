@@ -454,10 +454,9 @@ class ModuleHooks:
                 if call.reads_weights:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
-                        "expected the output, attributes of modules or arguments to contain each "
-                        "tensor that forward computes and the loss uses; "
-                        f"found {hidden}",
-                        "Return it, or keep it in an attribute",
+                        "expected each tensor that forward computes and the loss uses in the "
+                        f"output, an argument or an attribute of a module; found {hidden}",
+                        "Return the tensor, or keep it in an attribute",
                     )
         return self._listen_for_backward(entered, calls, found)
 
@@ -584,7 +583,7 @@ def _refuse_transform(units: Sequence[Unit]) -> None:
         raise RuntimeError(
             f"forward of {units[0].label} within a transform such as torch.func.grad, vjp or jvp: "
             "expected loss.backward() or torch.autograd.grad, which sharded models support; found "
-            "the transform. Or transform a model that is not sharded (engine.full_state_dict has "
+            "the transform. Use it with a model that is not sharded (engine.full_state_dict has "
             "the weights)"
         )
     if _TransformType.Vmap in found and torch.is_grad_enabled():

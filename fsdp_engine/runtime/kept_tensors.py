@@ -48,4 +48,7 @@ class KeptTensors:
             Two values: the tensors that were found; and a text for messages, or None. The text
             describes a tensor that the call stored elsewhere, computed later than all of these.
         """
-        return [], "others (the extension kept_tensors, which finds them, is not installed)"
+        return [], (
+            "one that is not in the output (arguments and attributes are searched only if the "
+            "extension kept_tensors is installed)"
+        )

@@ -97,10 +97,10 @@ class ImplicitUses:
                 self._warned.add(unit)
                 warnings.warn(
                     f"unit {unit.label}: expected reads of its parameters within the unit's "
-                    "forward; found one in the model's forward, outside that of the unit. The unit "
-                    "stays unsharded until the model's forward returns. If another module calls a "
-                    "module of the unit, make the called module a unit (units=), or call it within "
-                    "the unit's forward",
+                    "forward; found a read elsewhere in the model's forward. The unit stays "
+                    "unsharded until the model's forward returns. If another module calls a module "
+                    "of the unit, make the called module a unit (units=), or call it within the "
+                    "unit's forward",
                     stacklevel=2,
                 )
         return True

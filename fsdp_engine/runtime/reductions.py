@@ -283,7 +283,8 @@ class Reductions:
                     raise RuntimeError(
                         f"{what}: expected a reduced gradient of {name}; found one that is "
                         "accumulated on this rank, under no_sync() or before finish_grad_sync(). "
-                        f"Run the backward of the last microbatch outside no_sync(), then {what}"
+                        "First run the backward of the last microbatch outside no_sync(), or call "
+                        "finish_grad_sync()"
                     )
 
     def wait_for_each_backward(self) -> None:
@@ -376,9 +377,9 @@ class Reductions:
         """
         raise RuntimeError(
             f"backward of unit {unit.label}: expected one gradient per parameter and backward; "
-            "found a second one, which was computed after its reduction had started (a parameter "
-            "that is used in several re-entrant checkpoints?). Put the modules that share it into "
-            "one unit, or use checkpoint(..., use_reentrant=False)"
+            "found a second one, after the reduction of the first had started (is a parameter used "
+            "in several re-entrant checkpoints?). Put the modules that share it into one unit, or "
+            "use checkpoint(..., use_reentrant=False)"
         )
 
     def unit_is_ready(self, unit: Unit) -> None:

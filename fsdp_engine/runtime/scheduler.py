@@ -182,7 +182,7 @@ class Scheduler:
             NotImplementedError: The forward begins within a backward.
         """
         if in_backward():
-            raise _unknown("a forward within a backward that repeats no earlier forward")
+            raise _unknown("a new forward within a backward (it repeats no earlier forward)")
         return Forward()
 
     def _begin_forward(self) -> Forward:
@@ -389,7 +389,7 @@ class Scheduler:
         Raises:
             NotImplementedError: Only a subclass supports this.
         """
-        raise _unknown("gradients of a unit that several runs of autograd compute")
+        raise _unknown("several runs of autograd that compute gradients of one unit")
 
     def _complete_slices(self, backward: Backward, following: Unit | None) -> None:
         """Called when this run of autograd reaches ``following``. None: the backward ends."""
@@ -538,7 +538,7 @@ class Scheduler:
 
 def _unknown(found: str) -> NotImplementedError:
     return NotImplementedError(
-        f"backward: expected one backward at a time, which autograd runs once; found {found}. The "
+        f"backward: expected one backward at a time, in one run of autograd; found {found}. The "
         "extension nested_backwards supports this, and is not part of this installation"
     )
 

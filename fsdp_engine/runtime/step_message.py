@@ -39,7 +39,7 @@ from fsdp_engine.comm.lanes import SideStream
 from fsdp_engine.runtime.schedule import order_digest
 
 _DIGEST_BYTES = 8
-_WHAT = "the message of the step"
+_WHAT = "check of which parameters got gradients"
 
 
 @dataclass

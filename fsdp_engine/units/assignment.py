@@ -527,7 +527,7 @@ def _describe(selector: Any) -> str:
     if isinstance(selector, str):
         return f"pattern {selector!r}"
     if isinstance(selector, nn.Module):
-        return f"a {type(selector).__name__}"
+        return f"the given {type(selector).__name__}"
     return f"predicate {getattr(selector, '__name__', selector)}"
 
 

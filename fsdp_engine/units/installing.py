@@ -216,7 +216,7 @@ class Installation:
                 raise RuntimeError(
                     f"functional_call: expected the model's own parameters in unit {self._label}; "
                     f"found another tensor for {name}, which the engine would replace by the "
-                    "sharded weights. Change the weights themselves (load_state_dict, "
+                    "gathered weights. Change the weights themselves (load_state_dict, "
                     "engine.unsharded()), or shard at level no_shard without mixed precision"
                 )
 

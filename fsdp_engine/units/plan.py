@@ -430,9 +430,9 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
     if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         raise ValueError(
-            f"{record.name}: expected delay_wgrad_compute=True, or the extension for it, since its "
-            "module delays weight gradients (skip_backward_post_hook); found neither, so these "
-            "gradients would be lost"
+            f"{record.name}: expected delay_wgrad_compute=True in the config, or "
+            "extensions=[fe.LateGradients()], since its module delays weight gradients "
+            "(skip_backward_post_hook); found neither, so these gradients would be lost"
         )
 
 

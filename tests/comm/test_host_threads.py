@@ -54,7 +54,7 @@ def test_ranks_share_the_cores(ranks: Ranks) -> None:
         assert [num for num, _, _ in found] == [share] * world_size
         (message,) = found[0][1]
         assert f"at most {share}, since {world_size} ranks share {num_cores} cores" in message
-        assert f"found {TOO_MANY}, and set {share}" in message
+        assert f"found {TOO_MANY}, and reduced it to {share}" in message
         assert not any(messages for _, messages, _ in found[1:])
 
 

@@ -153,7 +153,7 @@ REFUSED: list[tuple[Callable[[], nn.Module], Any, str]] = [
     ),
     (small, [Block, ("blocks.0", "blocks.1")], r"found blocks\.0 in"),
     (small, [("blocks.0", "blocks.0.norm1")], r"found blocks\.0\.norm1 inside blocks\.0"),
-    (small, linear(), "expected a Linear to match"),
+    (small, linear(), "expected the given Linear to match"),
     (with_stack, "list", r"expected modules that have a forward; .* list"),
 ]
 
