@@ -261,12 +261,12 @@ class Run:
             other = f"found {at_save} at the save, {self.ranks.size} at this load. "
             if was_used:
                 warned.append(
-                    f"{other}Random states stay as they are. If a DistributedSampler chooses the "
-                    "batches and nothing else is random, ignore this (iter(DataLoader) also draws). "
-                    "The run has drawn from the global generators of torch, Python or NumPy: what "
-                    "depends on them (batches, dropout, augmentation) repeats the start of the run. "
-                    "Seed each step by its number and the rank, or call torch.manual_seed(seed + "
-                    "step * ranks + rank) now"
+                    f"{other}Random states stay as they are. The run has drawn from the global "
+                    "generators of torch, Python or NumPy: what depends on them (batches, dropout, "
+                    "augmentation) repeats the start of the run. Call torch.manual_seed(seed + "
+                    "step * ranks + rank) now, or seed each step by its number and the rank. "
+                    "Ignore this if a DistributedSampler chooses the batches and nothing else is "
+                    "random: iter(DataLoader) also draws"
                 )
             if of_rank_0:
                 more = f" and {len(of_rank_0) - 8} more" if len(of_rank_0) > 8 else ""
