@@ -175,6 +175,10 @@ EXTENSIONS: tuple[Extension, ...] = (
         advice=[
             ("view_as", "fsdp_engine.pipelining.PipelineStage"),
             ("split backward", "fsdp_engine.pipelining.PipelineStage"),
+            (
+                "delayed weight gradients",
+                "pass extensions=[fe.LateGradients()], or set delay_wgrad_compute=True in the config",
+            ),
         ],
         files=("pipelining.py",),
         words=("pipeline=", "simulate_pipeline", "pipeline_job", "shard_stages"),

@@ -26,6 +26,7 @@ from fsdp_engine.buffers.spec import BufferKind, ParamRecord
 from fsdp_engine.codecs import CastCodec, CodecRule, ParamCodec
 from fsdp_engine.codecs.base import PARAM_CLASSES, class_rule, param_class_of
 from fsdp_engine.engine_extension import EngineExtension
+from fsdp_engine.extension_list import advice_for
 from fsdp_engine.flat_dtensor import FlatDTensor
 from fsdp_engine.layout import ALIGNMENT, Layout
 from fsdp_engine.layout.placement import TensorRequest, plan_layouts
@@ -430,9 +431,9 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
     if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         raise ValueError(
-            f"{record.name}: expected delay_wgrad_compute=True in the config, or "
-            "extensions=[fe.LateGradients()], since its module delays weight gradients "
-            "(skip_backward_post_hook); found neither, so these gradients would be lost"
+            f"{record.name}: expected an engine that awaits delayed weight gradients, which the "
+            "module of this parameter computes (skip_backward_post_hook); found another, which "
+            f"would lose them. To await them, {advice_for('delayed weight gradients')}"
         )
 
 

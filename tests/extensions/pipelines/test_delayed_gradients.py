@@ -108,7 +108,9 @@ def test_a_sharded_model_has_its_gradients_when_the_last_late_one_has_come() -> 
 
 @on_ranks(2)
 def test_modules_that_put_off_gradients_are_refused_without_the_field() -> None:
-    with pytest.raises(ValueError, match=r"first\.weight: expected delay_wgrad_compute=True"):
+    with pytest.raises(
+        ValueError, match=r"first\.weight: expected an engine that awaits.*fe\.LateGradients"
+    ):
         fe.DistributedDataParallel(LateModel())
 
 
