@@ -177,7 +177,8 @@ EXTENSIONS: tuple[Extension, ...] = (
             ("split backward", "fsdp_engine.pipelining.PipelineStage"),
             (
                 "delayed weight gradients",
-                "pass extensions=[fe.LateGradients()], or set delay_wgrad_compute=True in the config",
+                "pass extensions=[fe.LateGradients()], or set delay_wgrad_compute=True in the "
+                "config",
             ),
         ],
         files=("pipelining.py",),

@@ -159,7 +159,7 @@ def check_is_whole(units: Sequence[Unit]) -> None:
     if params and not any(_will_run(accumulator_of(param)) for param in params):
         raise RuntimeError(
             "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
-            "and weights at once, since torch's PipelineStage does not report a later backward of "
+            "and weights at once, since torch's own stage does not report a later backward of "
             "the weights to the engine; found gradients of inputs only (a zero-bubble schedule). "
             f"Use {advice_for('split backward')}"
         )
