@@ -94,8 +94,8 @@ def current_arguments(
     if (plan := deprecated.get("plan")) is not None:
         if given.get("strategy") != "auto":
             raise ValueError(
-                f'strategy: expected "auto" with a plan; found {given.get("strategy")!r}. Better, '
-                "pass strategy=plan without the deprecated argument plan"
+                f'strategy: expected "auto" beside plan=; found {given.get("strategy")!r}. plan= '
+                "is deprecated: pass the plan as strategy instead"
             )
         found["strategy"] = plan
     return found

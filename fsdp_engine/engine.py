@@ -252,8 +252,8 @@ class Engine:
                 if self.guard.full_main(buffer, index) is not None:
                     raise RuntimeError(
                         f"{what}: expected {buffer.records[index].name} to be sharded; found its "
-                        "full main weight, within engine.unsharded(). Call this before or after "
-                        "unsharded(); a context that swaps weights may contain unsharded()"
+                        "full main weight, within engine.unsharded(). Call this outside of "
+                        "unsharded(). Enter contexts that swap weights before unsharded()"
                     )
 
     def check_trained_weights(self, what: str) -> None:

@@ -378,7 +378,7 @@ class Gradients:
             The tickets of the reductions; None: no reduction is needed.
         """
         step, writer, compute = self.step, self.writer, self._context.lanes.compute
-        assert step is not None, "gradients are written, or zeroed, before they are reduced"
+        assert step is not None, "reduce() was called before gradients were written or zeroed"
         self.writer = None
         ticket: Ticket | None = None
         if self.writes_to_staging and writer is not None:

@@ -473,6 +473,6 @@ def read_error(label: str) -> str:
         "found a function that reads them at another time, when they are sharded or their "
         "all-gather is in flight. The engine gathers them for backward when autograd reaches a "
         "tensor that forward returned, or kept in an attribute or an argument. Let forward return "
-        "the tensor that the loss uses, or keep the unit unsharded until its backward "
-        "(options.keeps_after_forward = True of the unit in engine.units)"
+        "the tensor that the loss uses, or keep the unit unsharded until its backward (set "
+        "options.keeps_after_forward = True for the unit in engine.units)"
     )

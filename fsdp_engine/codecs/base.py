@@ -111,7 +111,7 @@ class ParamCodec(ABC):
             NotImplementedError: Weights with this codec cannot be converted.
         """
         raise NotImplementedError(
-            "expected weights that are cast, or encoded as fp8 by Float8; found a "
+            "expected a codec that supports a change of dtype (a cast, or Float8); found a "
             f"{type(self).__name__}"
         )
 

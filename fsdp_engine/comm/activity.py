@@ -161,8 +161,8 @@ def advice_on_calls(what: str) -> str:
     """Returns advice for an operation that some ranks have not reached."""
     advice = advice_for(what)
     return (
-        "All ranks must make the same calls: evaluation, saving and norms also wait for every rank"
-        f"{advice and '; '}{advice}. If no line of code that is named here is the cause, some "
+        "All ranks must make the same calls, including evaluation, saving and gradient norms"
+        f"{advice and '; '}{advice}. If the lines of code in this message are not the cause, some "
         "ranks have skipped an earlier call."
     )
 

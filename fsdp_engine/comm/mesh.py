@@ -261,9 +261,9 @@ def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
     except (AssertionError, TypeError):  # dimensions without names
         why = "a mesh without dimension names"
     raise ValueError(
-        "mesh: expected the data-parallel dimensions of one mesh that also has the dimensions of "
-        'DTensor parameters (init_device_mesh("cuda", (2, 4), mesh_dim_names=("dp", "tp")), and '
-        f'shard(model, mesh["dp"])); found {data} beside {", ".join(map(str, others))}: {why}'
+        "mesh: expected it and the mesh of DTensor parameters to be slices of one mesh with named "
+        'dimensions (mesh["dp"] and mesh["tp"] of init_device_mesh("cuda", (2, 4), mesh_dim_names='
+        f'("dp", "tp"))); found {data} beside {", ".join(map(str, others))}: {why}'
     )
 
 
@@ -391,4 +391,5 @@ def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -
     """
     if is_accelerator(device):
         for group in dict.fromkeys(each for each in groups if each is not None):
-            all_reduce_(allocator.zeros(1, torch.float32, device), group, what="connecting ranks")
+            probe = allocator.zeros(1, torch.float32, device)
+            all_reduce_(probe, group, what="creation of communicators")

@@ -580,7 +580,7 @@ class TransientStorage:
         storage must have memory during this call; the tensor stays valid when it is freed.
         """
         assert self._storage.nbytes() >= self.num_bytes, (
-            "a view needs memory behind it when it is made"
+            "view() was called while the storage has no memory"
         )
         strides, step = [], 1
         for size in reversed(shape):

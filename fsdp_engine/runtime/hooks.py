@@ -454,7 +454,7 @@ class ModuleHooks:
                 if call.reads_weights:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
-                        "expected each tensor that forward computes and the loss uses in the "
+                        "expected each tensor that forward computes for the loss to be in the "
                         f"output, an argument or an attribute of a module; found {hidden}",
                         "Return the tensor, or keep it in an attribute",
                     )
@@ -469,9 +469,9 @@ class ModuleHooks:
             for unit in concerned:
                 self._scheduler.note_uncounted(unit)
                 unit.keep_unseen(
-                    "expected tensors to be returned by themselves or in tuples, lists, dicts or "
-                    f"dataclasses; found a {type(hidden_in).__name__}, in which the engine does "
-                    "not look for tensors",
+                    "expected it to return tensors, or tuples, lists, dicts or dataclasses of "
+                    f"tensors; found a {type(hidden_in).__name__}, in which the engine does not "
+                    "look for tensors",
                     "Return a dataclass",
                 )
 

@@ -469,9 +469,9 @@ class Reductions:
         """
         if self._queue is not None:
             raise RuntimeError(
-                "finish_grad_sync: expected the gradients of all parameters; found a backward that "
-                "has not ended, or whose postponed weight gradients (backward_dw) are missing: "
-                f"those of {self._missing()}"
+                "finish_grad_sync: expected the gradients of all parameters; found none yet of "
+                f"{self._missing()}. Finish the backward and call postponed backward_dw(), or, "
+                "after an exception, engine.reset()"
             )
         if self.phase is Phase.FINAL:
             return

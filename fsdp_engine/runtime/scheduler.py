@@ -182,7 +182,7 @@ class Scheduler:
             NotImplementedError: The forward begins within a backward.
         """
         if in_backward():
-            raise _unknown("a new forward within a backward (it repeats no earlier forward)")
+            raise _unknown("a forward within a backward (not a recomputation)")
         return Forward()
 
     def _begin_forward(self) -> Forward:

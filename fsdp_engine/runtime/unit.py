@@ -399,8 +399,8 @@ class Unit:
         message = f"forward of unit {self.label}: {found}"
         self.check_unseen(message, remedy)
         warnings.warn(
-            f"{message}. The start of its backward cannot be observed, so its full parameters stay "
-            f"in memory from now on. To free them again: {remedy}",
+            f"{message}. The start of the unit's backward cannot be observed, so the unit's full "
+            f"parameters stay in memory from now on. To free them again: {remedy}",
             stacklevel=2,
         )
         self.kept.add(Kept.UNSEEN)

@@ -182,8 +182,8 @@ class Plan:
             for record in self.records
         ]
         places = [
-            f"{_known_as(record)}: in unit {unit.name or 'root'}, at {slot.offset} of "
-            f"{buffer.layout.numel}, encoded by {buffer.kind.codec}"
+            f"{_known_as(record)}: in unit {unit.name or 'root'}, at element {slot.offset} "
+            f"of {buffer.layout.numel}, encoded by {buffer.kind.codec}"
             for unit in self.units
             for buffer in unit.buffers
             for record, slot in zip(buffer.records, buffer.layout.slots, strict=True)

@@ -97,7 +97,7 @@ def test_wrong_values_are_refused() -> None:
         ({"config": {}}, TypeError, "config: expected a DistributedDataParallelConfig"),
         ({"offload": "host"}, TypeError, "offload: expected an fe.Offload or None; found 'host'"),
         ({"checkpointing": "some"}, ValueError, "checkpointing: expected True, False"),
-        ({"plan": object()}, ValueError, 'strategy: expected "auto" with a plan; found None'),
+        ({"plan": object()}, ValueError, 'strategy: expected "auto" beside plan=; found None'),
     ):
         with pytest.raises(kind, match=message):
             current_arguments({}, given, "shard()")
