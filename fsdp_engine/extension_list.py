@@ -174,11 +174,11 @@ EXTENSIONS: tuple[Extension, ...] = (
         methods=("microbatches",),
         advice=[
             ("view_as", "fsdp_engine.pipelining.PipelineStage"),
-            ("split backward", "fsdp_engine.pipelining.PipelineStage"),
+            ("split backward", "Use fsdp_engine.pipelining.PipelineStage"),
             (
                 "delayed weight gradients",
-                "pass extensions=[fe.LateGradients()], or set delay_wgrad_compute=True in the "
-                "config",
+                "To await them, pass extensions=[fe.LateGradients()], or set "
+                "delay_wgrad_compute=True in the config",
             ),
         ],
         files=("pipelining.py",),

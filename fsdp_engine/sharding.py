@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_engine.buffers.sharded_buffer import MeshCommunicators
+from fsdp_engine.buffers.spec import ParamRecord
 from fsdp_engine.comm.groups import Ranks
 from fsdp_engine.comm.host_threads import announce_rank, share_cores
 from fsdp_engine.comm.mesh import DataMesh, check_device_mesh, ranks_that_meet
@@ -242,6 +244,23 @@ def _refuse_renormalized_rows(model: nn.Module) -> None:
 
 
 @allocator.ordinary_tensors()
+def _warn_of_memory_format(records: Iterable[ParamRecord]) -> None:
+    """Warn once if parameters have a memory format of channels, which slices cannot have."""
+    for record in records:
+        param, number = record.param, record.param.dim()
+        memory_format = {4: torch.channels_last, 5: torch.channels_last_3d}.get(number)
+        if memory_format is None or param.is_contiguous():
+            continue
+        if param.is_contiguous(memory_format=memory_format):
+            warnings.warn(
+                f"{record.name}: expected a row-major parameter; found {memory_format}. The engine "
+                "stores all parameters row-major, with the same results. Convert the input instead "
+                f"of the model: x.to(memory_format={memory_format})",
+                stacklevel=4,
+            )
+            return
+
+
 def make_engine(
     model: nn.Module,
     mesh: DeviceMesh | None,
@@ -302,6 +321,7 @@ def make_engine(
             _refuse_renormalized_rows(model)
         settings = PlanSettings(policy, options, axis_plans, extensions)
         plan = make_plan(model, units, settings)
+        _warn_of_memory_format(plan.records)
         setup = EngineSetup(model, units, settings, plan, data, experts)
         for each in extensions:
             each.check(setup)

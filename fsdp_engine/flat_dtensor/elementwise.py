@@ -77,6 +77,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
         check_change(func.__name__, kwargs["out"])
     options = dict(zip(kwargs, locals_[len(args) :], strict=True))
     requires_grad = options.pop("requires_grad", False)
+    options.pop("memory_format", None)  # has no effect, because slices are 1-D
     result = func(*locals_[: len(args)], **options)
     # In-place functions and no-ops return one of their arguments, whose FlatDTensor is the result.
     if kwargs.get("out") is not None:
@@ -237,7 +238,10 @@ def scalar(
 
 
 def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
-    """Run ``to``, ``type`` or ``type_as``. Other tensor arguments only define dtype and device."""
+    """Run ``to``, ``type`` or ``type_as``. Other tensor arguments only define dtype and device.
+
+    A memory format has no effect, because slices are 1-D.
+    """
     if func.__name__ == "type" and len(args) == 1 and not kwargs:
         return args[0]._local_tensor.type()
     args = (args[0], *(t._local_tensor if isinstance(t, cls) else t for t in args[1:]))
@@ -245,6 +249,7 @@ def convert(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(args[0], cls):
         return func(*args, **kwargs)
     local = unwrap(args[0])
+    kwargs.pop("memory_format", None)
     result = func(local, *args[1:], **kwargs)
     if result is local:
         return args[0]

@@ -157,11 +157,12 @@ def check_is_whole(units: Sequence[Unit]) -> None:
         if param.requires_grad
     ]
     if params and not any(_will_run(accumulator_of(param)) for param in params):
+        advice = advice_for("split backward")
         raise RuntimeError(
             "backward of a stage of torch.distributed.pipelining: expected gradients of inputs "
             "and weights at once, since torch's own stage does not report a later backward of "
-            "the weights to the engine; found gradients of inputs only (a zero-bubble schedule). "
-            f"Use {advice_for('split backward')}"
+            "the weights to the engine; found gradients of inputs only (a zero-bubble "
+            f"schedule){advice and '. '}{advice}"
         )
 
 

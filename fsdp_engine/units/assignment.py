@@ -416,10 +416,12 @@ def _select(model: nn.Module, selector: Any) -> dict[str, nn.Module]:
     modules = [(name, module) for name, module in model.named_modules() if name]
     found = [(n, m) for n, m in modules if matches(n, m) and has_parameters(m)]
     if not found:
-        children = ", ".join(name for name, _ in itertools.islice(model.named_children(), 12))
+        children = [name for name, _ in itertools.islice(model.named_children(), 13)]
+        if len(children) == 13:
+            children[-1] = "..."
         raise ValueError(
             f"units: expected {_describe(selector)} to match a module with parameters; found none "
-            f"among {len(modules)} modules of {type(model).__name__} ({children}, ...)"
+            f"among {len(modules)} modules of {type(model).__name__} ({', '.join(children)})"
         )
     for name, module in found:
         if _is_container(module):

@@ -430,10 +430,11 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         )
     puts_off = param.requires_grad and getattr(param, "skip_backward_post_hook", False)
     if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
+        advice = advice_for("delayed weight gradients")
         raise ValueError(
             f"{record.name}: expected an engine that awaits delayed weight gradients, which the "
             "module of this parameter computes (skip_backward_post_hook); found another, which "
-            f"would lose them. To await them, {advice_for('delayed weight gradients')}"
+            f"would lose them{advice and '. '}{advice}"
         )
 
 

@@ -440,3 +440,19 @@ def test_meshes_of_other_shapes_are_refused_on_all_ranks() -> None:
     with refused(model, "shard(): expected the same on all ranks", "an expert_mesh"):
         fe.shard(model, row, **given)
     assert_still_trains(model)
+
+
+@on_ranks(2)
+def test_a_memory_format_of_channels_has_no_effect_and_a_warning() -> None:
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3))
+    model = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    with pytest.warns(UserWarning, match=r"0\.weight: expected a row-major parameter; found torch"):
+        fe.shard(model, strategy=LEVEL_3)
+    model.to(memory_format=torch.channels_last)
+    weight = model[0].weight
+    for same in (weight.clone(memory_format=torch.channels_last), weight):
+        assert torch.equal(same.full_tensor(), plain[0].weight)
+    batch = torch.randn(2, 3, 8, 8)
+    for module in (plain, model):
+        module(batch.to(memory_format=torch.channels_last)).sum().backward()
+    torch.testing.assert_close(weight.grad.full_tensor(), plain[0].weight.grad)
