@@ -52,7 +52,7 @@ class Everything(models.Regression):
 
 
 class Counting(nn.Module):
-    """Has no weights; its state, which is no tensor, counts calls under two names."""
+    """Has no weights, and an extra state without tensors: calls, as a number and as a list."""
 
     def __init__(self) -> None:
         super().__init__()

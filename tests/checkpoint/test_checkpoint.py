@@ -231,7 +231,7 @@ def test_a_buffer_that_no_rank_holds_in_full_is_refused() -> None:
 
 
 class WithScaler:
-    """An optimizer of Megatron-Core, as far as checkpoints know."""
+    """Has the attributes by which checkpoints recognize Megatron-Core's optimizers."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.grad_scaler, self.scale = optimizer, self, torch.ones(1)

@@ -136,7 +136,7 @@ def mutate(path: Path, draw: random.Random) -> str:
     """Puts something strange into a value of metadata; returns a description."""
     mutant = pickle.loads(path.read_bytes())
     mutant.storage_meta = None
-    # An invalid or missing memory_format could not be pickled: the class of properties refuses it.
+    # TensorProperties with an invalid or missing memory_format cannot be pickled.
     places = [place for place in places_of(mutant) if place[0] != "memory_format"]
     (key, fields), new = draw.choice(places), draw.choice(STRANGE)
     if new is not REMOVED:
@@ -444,7 +444,7 @@ NAMES = [
 
 
 def attributes() -> list[Any]:
-    """Returns attributes of what pickled metadata may name, and defaults of ``_get_layout``."""
+    """Returns attributes of names in pickled metadata, and defaults of ``_get_layout``."""
     found = [
         *(each for each in vars(dcp_metadata).values() if isinstance(each, type)),
         *(filesystem._StorageInfo, collections.OrderedDict, torch.Size),

@@ -535,7 +535,7 @@ def test_a_fault_on_one_rank_is_raised_on_all_and_leaves_nothing() -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("limits", [(1000, 1000), (1000, 3000), (1000, "1GB"), ("1GB", 1000)])
 def test_an_export_that_fails_half_way_into_place_is_never_taken_for_a_model(limits: Any) -> None:
-    """Renames and removals after the first ``number`` fail, for each number; other files stay."""
+    """For each ``number``, renames and removals fail after that many calls. Other files stay."""
     model, engine, _ = small(num_blocks=1, steps=0)
     older = engine.full_state_dict()
     newer = {name: value + 1 for name, value in older.items()}

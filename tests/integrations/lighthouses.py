@@ -14,8 +14,8 @@ from torchft.coordination import LighthouseServer
 def lighthouse_for(
     make: Callable[..., Any], min_replicas: int, *, join_timeout_ms: int, heartbeat_timeout_ms: int
 ) -> Iterator[Callable[..., Any]]:
-    """Provides ``make(address, ...)``, which makes replicas. At the end, after all ranks have
-    arrived, closes them."""
+    """Provides ``make(address, ...)``, which makes replicas. Closes the replicas when all ranks
+    have reached the end of the block."""
     server, address = None, [""]
     if dist.get_rank() == 0:
         server = LighthouseServer(

@@ -47,7 +47,7 @@ def make_model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
 def loss_of(model: Any, step: int, number: int) -> Tensor:
     x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * step + number))
     y = model[2](model[1](model[0](x)))
-    if number == 1 and step != 1:  # only in one replica's microbatch; in step 1 in none
+    if number == 1 and step != 1:  # used in one replica's microbatch only; unused in step 1
         y = model.sometimes(y)
     loss: Tensor = (model.scale * y).square().mean()
     return loss
@@ -407,7 +407,7 @@ def both() -> Iterator[tuple[StateTransport, StateTransport]]:
 
 
 def later(*actions: Callable[[], None]) -> None:
-    """Call them one after the other, while this thread waits."""
+    """Call ``actions`` one after the other in other threads, while this one waits."""
     for number, action in enumerate(actions):
         threading.Timer(0.3 * (number + 1), action).start()
 

@@ -480,8 +480,9 @@ def compare(jobs: list[Job]) -> None:
 
 @contextlib.contextmanager
 def may_have_children() -> Iterator[None]:
-    """Let this daemon process start others, as Megatron-Core's writer does. Its results pass
-    through a queue: a manager would start a process that imports everything again."""
+    """Let this daemon process start others, as Megatron-Core's writer does. The writer's
+    results pass through a plain queue, since a manager's queue needs a process that imports
+    everything again."""
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     name = "get_write_results_queue"
     name = name if hasattr(writer, name) else f"_{name}"  # megatron-core 0.16

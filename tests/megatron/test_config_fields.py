@@ -111,7 +111,7 @@ def test_grad_reduce_in_fp32_widens_what_is_kept_and_what_travels(level: str) ->
                 if level in ("no_shard", "optim"):
                     assert param.main_grad.dtype == dtype
                 assert sharded.main_grad.dtype == torch.float32  # for the optimizer
-        # The optimizer gets them in its weights' dtype, whatever they were summed in.
+        # The optimizer gets gradients in its weights' dtype, in whatever dtype they were summed.
         assert {param.grad.dtype for param in ddp.parameters()} == {torch.float32}
 
 

@@ -311,8 +311,8 @@ def test_each_part_is_one_all_reduce_after_the_first_call(strategy: str) -> None
     spanned = spanned_group(torch.device("cpu"), groups.pipeline, groups.data, groups.context)
     assert spanned is not None
     assert spanned.size() == 4
-    # The tensor group sums, averages and reduces norms of queries in one call; both last calls have
-    # the same ranks here.
+    # In the tensor group, one call sums, averages and reduces norms of queries. The last two calls
+    # are over the same ranks here.
     both_ends = (groups.embedding, groups.position_embedding)
     expected = (groups.pipeline, groups.tensor, *both_ends, spanned, spanned)
     assert messages.calls == Counter((group.group_name, "allreduce_") for group in expected)

@@ -93,7 +93,7 @@ def same_weights(cls: Any, config: Any, *, stops: bool = False, **more: Any) -> 
     """The wrapper, trained; its weights are those of the unsharded one."""
     ddp = wrapped(cls, config, **more)
     plain = wrapped(fe.DistributedDataParallel, fe.DistributedDataParallelConfig())
-    # Without no_sync a microbatch's gradients may be reduced at once.
+    # Stops are also tried with overlap: all microbatches but the last would need no_sync.
     microbatches = 1 if stops else 2
     trained = train(ddp, microbatches, stops)
     torch.testing.assert_close(trained, train(plain, microbatches), rtol=1e-6, atol=1e-7)

@@ -172,7 +172,7 @@ def test_state_is_resumed(ranks: Ranks, tmp_path: Path, case: Resumed) -> None:
     first, second = case.ranks
     saved = (case.job, case.way, str(tmp_path), case.before, 2)
     straight = ranks.run(save_half_way, *saved, world_size=first)[-1]
-    # Before the load, scheduler, steps and state of this job are different.
+    # Until the load, this job has another scheduler, other steps and another state.
     loaded = (case.job.but(**case.changed), case.way, str(tmp_path), 2, 1)
     resumed = ranks.run(resume, *loaded, world_size=second)[-1]
     assert not differences(resumed, straight, case.limit)

@@ -63,7 +63,7 @@ def test_rows_of_compiled_blocks_are_faster_and_say_so(tmp_path: Path, few: Any)
         assert each.setting.is_compiled
         assert ADVICE in str(each)
         assert "blocks compiled" in str(each)
-        assert "compile" not in each.best  # an argument of no engine
+        assert "compile" not in each.best  # not an argument of fe.shard
 
 
 @pytest.mark.thorough

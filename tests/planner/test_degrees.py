@@ -314,12 +314,12 @@ def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
         )
 
 
-# What a plan says is then trained.
+# Training with a plan.
 
 
 def _train(path: str, build: Callable[[], nn.Module], parallelize: Any) -> tuple[Any, ...]:
     """Losses of two steps on the planned ranks, sizes of the engine's mesh, whether the model had
-    DTensors, and context-parallel ranks."""
+    DTensors, and the number of context-parallel ranks."""
     planning = replace(fe.StrategyPlan.load(path), parallelize=parallelize)
     torch.manual_seed(0)
     model = build()

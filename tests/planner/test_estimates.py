@@ -211,7 +211,7 @@ def test_an_all_reduce_of_narrow_summands_carries_wide_sums() -> None:
             engine.finish_grad_sync()
         numel = planned.num_elements + planned.padding
         assert numel % 3 == rest
-        # An all-reduce sends 2/3 twice. Elements beyond a multiple of three are sent as fp32 sums.
+        # An all-reduce sends 2/3 of all elements twice; those beyond a multiple of 3 as fp32 sums.
         expected = round(2 / 3 * ((numel - rest) * itemsizes + rest * (4 + 4)))
         assert sent["bytes"] == planned.inner_traffic_bytes == expected, (rows, is_unit, policy)
 

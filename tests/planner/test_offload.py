@@ -127,7 +127,7 @@ def test_a_plan_with_it_is_saved_and_loaded_and_drawn(
 
 
 def test_formulas_try_it_too() -> None:
-    # Formulas ignore activations: a candidate lacks at least the difference to the known bytes.
+    # Formulas ignore activations: a candidate lacks at least its computed bytes minus the limit.
     without = min(each.peak_bytes for each in plan(None, formulas=True).outcomes)
     planning = plan("auto", 0.9 * without, formulas=True)
     first = planning.outcomes[0]

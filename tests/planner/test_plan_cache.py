@@ -295,7 +295,7 @@ def test_a_file_that_another_process_deletes_is_no_failure(
 ) -> None:
     """And a failed write leaves no file."""
     cache_folder().mkdir(parents=True)
-    (cache_folder() / "gone.json").symlink_to("nowhere")  # is listed, but has no time
+    (cache_folder() / "gone.json").symlink_to("nowhere")  # is listed, but has no modification time
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         planned()

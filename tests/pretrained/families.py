@@ -90,7 +90,7 @@ def in_files(folder: Path) -> dict[str, Tensor]:
 
 
 def read_by_transformers(family: str, folder: str) -> dict[str, Tensor]:
-    """All parameters and buffers, those that are not saved, too."""
+    """All parameters and buffers, including those that are not saved."""
     name, *_ = FAMILIES[family]
     model = getattr(transformers, name).from_pretrained(folder)
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}

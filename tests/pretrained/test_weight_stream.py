@@ -129,8 +129,8 @@ def test_each_rank_sends_and_keeps_an_equal_part() -> None:
 
 
 def changed(param: Tensor, draw: random.Random) -> None:
-    """A random change of one weight: none, of some or all elements, or too small to change its
-    rounded value."""
+    """A random change of one weight: of no, some or all elements, or too small for its rounded
+    value."""
     generator = torch.Generator().manual_seed(draw.randrange(1 << 30))
     flat = param.view(-1)
     what = draw.choice(["nothing", "few", "some", "all", "rounded away", "special", "a range"])
@@ -354,7 +354,7 @@ def test_weights_that_change_in_between_raise_on_all_ranks(form: str) -> None:
             iterated(change, number)
         assert "stream" not in engine.memory_bytes()
     if link.version is not None:
-        link.version.clear()  # the receiver has not been sent anything
+        link.version.clear()  # then all weights are sent: none were sent above
     link.take()
     link.check()
 

@@ -273,8 +273,8 @@ def test_state_that_checkpoints_cannot_read_is_refused(ranks: Ranks, tmp_path: P
 
 
 def _keep_in_32_bits() -> tuple[list[str], list[str]]:
-    """Dtypes of the weights' states if only the first is kept in 32 bits, in one process and in a
-    sharded model."""
+    """The dtype of each weight's state, in one process and in a sharded model, if only the state of
+    the first weight is kept in 32 bits."""
     found = []
     for is_sharded in (False, True):
         model = _model()

@@ -40,7 +40,7 @@ def _train_both(
     micro: int,
     together: bool = False,
 ) -> None:
-    """Gradients of every step are those of one process, of the mean of all losses.
+    """Gradients of every step are those of one process with the mean of all losses.
 
     Args:
         losses: the loss of this rank, by step and microbatch.
@@ -89,7 +89,7 @@ def _train_cached(level: str, num_rows: Sequence[int], together: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("num_rows", [(6, 6), (3, 8)])  # 3 mini-batches; 2 and 4
+@pytest.mark.parametrize("num_rows", [(6, 6), (3, 8)])  # 3 mini-batches on each rank; 2 and 4
 @pytest.mark.parametrize("level", LEVELS)
 def test_the_cached_loss_of_sentence_transformers(ranks: Ranks, level: str, num_rows) -> None:
     together = num_rows == (3, 8) and level == "optim_grads_params"

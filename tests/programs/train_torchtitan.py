@@ -38,7 +38,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     add = parser.add_argument
     engines = ["fsdp2", "fsdp_engine"]  # one training each, in DIR/ENGINE
-    add("--engine", choices=engines, nargs="+", default=[], help="none: a seed in DIR/seed")
+    add("--engine", choices=engines, nargs="+", default=[], help="if none: save a seed in DIR/seed")
     add("--out", type=Path, required=True, help="DIR")
     add("--seed", type=Path, help="the DIR of a seed checkpoint, to start from")
     add("--steps", type=int, default=6)

@@ -216,7 +216,7 @@ class Pure(Model):
 
 
 def _given(s: Scene) -> dict[str, Tensor]:
-    """Whole weights of the user's."""
+    """Full weights that a user passes to a function."""
     with torch.no_grad():
         return {
             name: torch.linspace(-0.1, 0.1, p.numel()).reshape(p.shape)
@@ -366,7 +366,7 @@ def _multi_hook(s: Scene) -> Any:
 
 def _edge(s: Scene) -> Any:
     edge = autograd.graph.get_gradient_edge(s.model.head.weight)
-    return s.mean(autograd.grad(s.loss(), [edge])[0])  # each rank's own
+    return s.mean(autograd.grad(s.loss(), [edge])[0])  # not averaged over ranks
 
 
 catalogue.table(

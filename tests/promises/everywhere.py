@@ -106,7 +106,7 @@ def run_at_places(module: str, name: str) -> None:
         _MESHES.clear()
 
 
-# Returns a loss; or None, after an action before the next loss.
+# Returns a loss for backward, or None if no backward follows.
 Act = Callable[[Any, Tensor], Tensor | None]
 
 

@@ -427,7 +427,7 @@ std::vector<at::Tensor> tensors_of(const c10::IValue& value) {
 }
 
 // Sets the dtype of the mean and deviation of layer and group norm. The meta kernels return fp32,
-// as CUDA's do. The CPU's return the dtype of the input, unless the weight is wider.
+// as CUDA's do. CPU kernels return the dtype of the input, unless the weight is wider.
 void set_dtype_of_statistics(const std::string& name, c10::ArrayRef<c10::IValue> arguments,
                              CallShapes& shapes) {
   const bool is_layer_norm = name == "aten::native_layer_norm";

@@ -373,7 +373,7 @@ def test_gradients_are_the_same_to_the_last_bit(name: str, in_flight: int | None
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
     assert not moves._arrived
-    # Forwards whose device memory is held until it is copied still use host memory.
+    # Until drain(), forwards that still hold device memory also use host memory.
     moves.drain()
     gc.collect()
     assert not moves.pool.bytes_in_use

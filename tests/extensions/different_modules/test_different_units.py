@@ -95,7 +95,7 @@ def test_models_that_leave_out_modules_train_as_in_one_process(pattern: str) -> 
         microbatches=1,
         loss_of=lambda model, batch: example_loss(model, *batch[0].tolist()),
         around=lambda engine: engine.together(),
-        compute_dtype=torch.float32,  # makes one process run ranks' batches one by one
+        compute_dtype=torch.float32,  # if set, the one process runs ranks' batches one by one
     ).check()
 
 

@@ -105,7 +105,7 @@ SCENARIO = Scenario(
     loss_of=loss_of,
     around=lambda engine: engine.together(),
     steps=3,
-    compute_dtype=torch.float64,  # makes one process run ranks' batches one by one
+    compute_dtype=torch.float64,  # if set, the one process runs ranks' batches one by one
 )
 
 

@@ -44,8 +44,8 @@ FP32_PAIRS = [FULL, ("optim_grads_params", "optim_grads_params")]
 
 
 def policies_of(place: str, pair: tuple[str, str]) -> tuple[fe.MixedPrecisionPolicy | None, ...]:
-    """Policies to try at a place: if main weights are offloaded, one with which they are not slices
-    of the compute weights."""
+    """Policies to try at a place. If it offloads main weights, they must not be slices of the
+    compute weights."""
     if place in STATE:
         return (None, BF16)
     return (None,) if pair in FP32_PAIRS else (BF16,)
@@ -152,7 +152,7 @@ LEFT_OUT: dict[tuple[str, str], tuple[type, str, Callable[..., Any]]] = {
     ("all on a disk", "wait for compute"): (ThreadLane, "wait", nothing),
     ("all on a disk", "load"): (StagedHome, "load", no_steps),
 }
-# One of each place always, the others in ``make test-all``.
+# The ordinary tests run one control of each place, ``make test-all`` all of them.
 FEW_LEFT_OUT = [
     ("state on the host", "store"),
     ("stepped on the host", "wait"),

@@ -126,7 +126,7 @@ def reset_evaluate_and_clip(model: Any, engine: fe.Engine, optimizer: Any, numbe
 
 
 def edit_groups(model: Any, engine: fe.Engine, optimizer: Any, number: int) -> None:
-    """A parameter moves, a group without any is added, and a hook changes what a step reads."""
+    """Move a parameter to another group, add an empty group, and change gradients in a hook."""
     first, second, *_ = optimizer.param_groups
     second["params"].insert(0, first["params"].pop())
     optimizer.add_param_group({"params": []})

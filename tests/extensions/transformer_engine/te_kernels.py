@@ -9,7 +9,7 @@ this:
     fp8_block_scaling_partial_cast   writes whole 128x128 tiles: elements of a tile outside of
                                      the given range get ``GARBAGE``
     multi_tensor_compute_scale_..    scales of blocks that do not exist become 1 (0 for e8m0)
-    mxfp8_..                         amaxes must be bf16, so the weight's nominal dtype must be
+    mxfp8_..                         amaxes, and so the weight's nominal dtype, must be bf16
 """
 
 from __future__ import annotations

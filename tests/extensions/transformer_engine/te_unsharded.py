@@ -125,9 +125,9 @@ def make_model(kind: str, recipe: Any, name: str) -> nn.Module:
 
 def make_batches(kind: str, seed: int) -> list[list[Tensor]]:
     """Microbatches of each step, in bf16, to which an engine would cast them. Drawn on the CPU, so
-    that every process has the same. All microbatches of a step are equal. Where gradients are
-    sharded, each rank's fraction of the second gradient is added to the first; the sum of a bf16
-    number and fractions of it is not rounded."""
+    that every process has the same. All microbatches of a step are equal, so that sums of their
+    gradients are not rounded: where gradients are sharded, each rank's fraction of the second bf16
+    gradient is added to an equal first one."""
     generator = torch.Generator().manual_seed(seed)
     shape = (16, 8) if kind == "imitation" else (*TOKENS, DIM)
     device = "cpu" if kind == "imitation" else "cuda"
@@ -272,7 +272,7 @@ def train_sharded(
     size = dist.get_world_size()
     shape = (size,) if outer is None else (2, size // 2)
     mesh = init_device_mesh(device, shape, mesh_dim_names=("outer", "inner")[-len(shape) :])
-    # Not with fp8_param_gather: plain matrices shall stay what they are.
+    # Without fp8_param_gather, which would also gather plain matrices in fp8.
     engine = fe.shard(model, mesh, level, outer)
     watch(model, name, quantised, found)
     optimizer = make_optimizer(model.parameters())

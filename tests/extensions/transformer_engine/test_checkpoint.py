@@ -87,7 +87,7 @@ def save_each(folder: str) -> dict[str, State]:
 
 def loaded(folder: str, label: str, config: Config) -> Trained:
     run = Trained(label.partition("-")[0], config, seed=2)
-    run.train(9)  # bytes and transposes of other weights are there
+    run.train(9)  # so that the load must replace bytes and transposes
     load_checkpoint(f"{folder}/{label}", run.engine, run.optimizer)
     return run
 

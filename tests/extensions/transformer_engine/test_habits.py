@@ -80,7 +80,7 @@ def mixed(recipe: str) -> QuantisedStack:
 
 
 class Around(nn.Module):
-    """A unit with a unit inside, and a quantised layer that it calls before and after that."""
+    """A unit that calls a quantised layer of its own before and after an inner unit."""
 
     def __init__(self, block: QuantisedBlock) -> None:
         super().__init__()

@@ -13,9 +13,9 @@ sequence of their uses: forward in order, backward in reverse. The schedule:
   at its start or, without prefetch (budget 0), when they are used.
 - A unit's gradients are reduced after its backward. If they are sharded, a second budget limits the
   gradients in flight: a unit's first gradient waits until they are within it. A unit larger than
-  the budget may be in flight alone, and the latest reductions are not waited for. If an axis is
-  reduced on the last microbatch alone, its reductions work in place: only the optimizer waits for
-  them.
+  the budget may be in flight alone, and a fixed number of the latest reductions may always be in
+  flight. If an axis is reduced on the last microbatch alone, its reductions work in place: only the
+  optimizer waits for them.
 - Reductions of a microbatch are complete before the next one's first gradient.
 - The optimizer waits for all reductions.
 """
@@ -60,7 +60,7 @@ class Ideal:
     Args:
         units: In the order of forward.
         budgets: Prefetched elements; elements of gradients in flight, and the number of reductions
-            that are not waited for.
+            that may always be in flight.
     """
 
     def __init__(

@@ -22,8 +22,8 @@ TOKENS = torch.zeros(1, 16, dtype=torch.long)
 
 
 class Scaled(nn.Module):
-    """A linear layer, and a table of constants. ``keep`` stores it: as a buffer, as an attribute or
-    only in a function."""
+    """A linear layer and a table of constants, which ``keep(model, table)`` stores: as a buffer, as
+    an attribute or only in a function."""
 
     def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def keep_in_closure(model: Any, table: Tensor) -> None:
 
 
 class Reading(nn.Module):
-    """Reads a value of a range; has a fallback if values cannot be read."""
+    """Reads its width from a ``linspace``, and has a fallback if values cannot be read."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ from tests.pool import Ranks, on_ranks
 
 
 class TimedBy(Kernels):
-    """Attention takes the time of a processor."""
+    """Kernels in which attention takes the time that ``processor`` computes."""
 
     def __init__(self, processor: Processor) -> None:
         super().__init__(torch.device("cpu"), 1.0, 0.02, same)
@@ -47,7 +47,7 @@ class TimedBy(Kernels):
 
 
 class FusedBy(TimedBy):
-    """Fused kernels take the time of a processor, and are not compiled."""
+    """Fused kernels take the time that ``processor`` computes, and are not compiled."""
 
     def _time(self, action: Any, timed: Any = None) -> float:
         compiled, sets = action.args
@@ -189,8 +189,8 @@ def test_nodes_of_different_numbers_of_ranks_are_refused() -> None:
 
 
 def test_ranks_that_share_cores_are_no_other_programs() -> None:
-    """Two threads per core get half of its time each. With a quarter, another program uses the
-    rest."""
+    """Two threads of a core get half of its time each. A thread that gets only a quarter shares the
+    core with another program, too."""
     now = time.perf_counter
     for turns, part, expected in ((1.0, 1.0, 0.0), (2.0, 0.5, 0.0), (2.0, 0.25, 0.5)):
         kernels = Kernels(torch.device("cpu"), turns, 0.02, same)
@@ -253,7 +253,7 @@ os.write(1, f"sum {int(ones)} ".encode())  # in one piece, since the other rank 
 @pytest.mark.thorough
 def test_a_job_makes_its_process_group_after_torchrun_has_measured(tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(SCRIPT)
-    for _ in range(3):  # repeated, since with shared keys only about one of four runs failed
+    for _ in range(3):  # if both groups had the same keys, about one of four runs would fail
         assert torchrun(str(tmp_path / "job.py")).stdout.split() == ["sum", "2", "sum", "2"]
 
 
@@ -288,7 +288,7 @@ def test_a_slow_disk_is_measured_as_slow(tmp_path: Path) -> None:
 
     with slow("read"), slow("write"), patch.object(state_links, "_LARGE_ON_DISK", 2**18):
         found = state_links.measure_disk(tmp_path, 0.02, same)
-    # The measured rate includes a latency: bytes get at least half of a copy's time.
+    # At most half of a copy's time counts as latency, so the rate is at most twice the real one.
     assert 0 < found.into <= 2 * rates["read"]
     assert 0 < found.out <= 2 * rates["write"]
     assert 0 < found.both <= found.into + found.out

@@ -103,7 +103,7 @@ def _measured(checkpointing: Any, folder: Path) -> tuple[int, int]:
     """The most bytes in the third step, and those between forward and backward: all that torch's
     allocator hands out, compiled kernels' memory included."""
     torch._dynamo.reset()
-    # Tensors of other tests in this process: kept alive, so that they are not counted.
+    # Tensors of other tests are not counted. While they live, their addresses are not reused.
     earlier = _tensors()
     model = Decoder("in place")
     fe.shard(

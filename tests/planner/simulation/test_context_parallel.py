@@ -94,8 +94,9 @@ def attention_seconds(found: fe.Simulation) -> float:
 
 
 def test_attention_takes_its_part_of_the_time() -> None:
-    """With load balancing, ranks compute half of all blocks of causal attention, as one rank does.
-    Messages overlap with attention: a block's attention takes longer than the next message."""
+    """With load balancing, all ranks together compute half of the blocks of causal attention, as a
+    single rank does. Messages overlap with attention: a block's attention takes longer than the
+    next message."""
     whole, part = (simulated(each, one_block, batch=LONG) for each in (1, 8))
     assert attention_seconds(part) * 8 == pytest.approx(attention_seconds(whole), rel=0.05)
     exposed = part.exposed_by_lane.get(CONTEXT_LANE, 0.0)
@@ -194,7 +195,7 @@ def test_wrong_arguments(size: Any, options: dict[str, Any], message: str) -> No
     ids=["one node", "two nodes"],
 )
 def test_rotation_by_all_to_all(size: int, world_size: int, link: Link) -> None:
-    """A ring over nodes has the link between them."""
+    """A ring over nodes uses the link between them."""
     set_rotate_method("alltoall")
     try:
         found = simulated(size, one_block, world_size=world_size)

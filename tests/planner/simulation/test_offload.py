@@ -171,8 +171,8 @@ def test_weights_come_for_gathers_and_gradients_return_beside_them() -> None:
     busy = found.message_seconds["copy in"]
     assert busy == pytest.approx((BLOCKS + (BLOCKS - 1) * BESIDE) * alone)
 
-    # Gradients of the second microbatch are added to earlier ones, which are copied in, in turns
-    # with weights, from the second last block on. Each copy out overlaps with the next gather.
+    # The second microbatch adds to earlier gradients. From the second last block on, copies in of
+    # these gradients and of weights take turns. Each copy out overlaps with the next gather.
     found = simulated(with_host_rate(1e12), all_on_host(), microbatches=2)
     again = (BLOCKS - 1) * BESIDE + 2 + (BLOCKS - 2) + 1
     assert found.seconds == pytest.approx((2 * FORWARD + BACKWARD + again + STEP) * alone)
@@ -370,7 +370,7 @@ def test_the_device_holds_few_blocks_whatever_their_number(in_flight: int | None
         return stepped(machine(), in_flight, num=num, **options).memory["activations"]
 
     kept = 2 if in_flight is None else 1
-    # Also held: the batch, an output or gradient, the next one, and the gradient of a weight.
+    # Also held: the batch, two successive outputs or gradients, and the gradient of a weight.
     assert held(6) == held(12) <= (kept + 3) * SAVED + 4 * WIDTH * WIDTH + 8
     assert held(12, checkpointing=False) >= 12 * SAVED
 

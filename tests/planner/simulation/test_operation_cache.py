@@ -127,7 +127,7 @@ def test_simulations_are_identical_with_and_without_the_cache(
     known = OperationCache()
     run: dict[str, Any] = {"mesh": (2, 4), "strategy": "optim_grads_params", **options}
     simulate = partial(fe.simulate, build, 8, batch=batch, **run)
-    # In the first simulation of a process autograd may copy gradients that it takes over later.
+    # Autograd may copy gradients in a process's first simulation that it does not copy later.
     simulate(known=known)
     found, must = simulate(known=known), simulate(known=WorkedOut())
     assert must.seconds > 0

@@ -48,7 +48,7 @@ TURN = 6 * PRODUCT  # two linears: one product in forward each, two in backward
 
 
 class Linears(nn.Sequential):
-    """A gain, so that the first linear has a gradient of its input in all stages; linears."""
+    """Linears after a gain, by which the first one has a gradient of its input in all stages."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
