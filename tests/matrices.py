@@ -51,8 +51,8 @@ def has_spared_pair(params: Mapping[str, Any]) -> bool:
 
 
 def values_of(params: Mapping[str, Any], marks: Iterable[pytest.Mark]) -> Case:
-    """Returns ids of the listed objects, which cases of one test share: a value for each
-    ``parametrize``."""
+    """Returns a value for each ``parametrize``: ids of the case's objects. Cases of one test share
+    these objects."""
     left = dict(params)
     values: list[Hashable] = []
     for mark in marks:

@@ -23,8 +23,8 @@ def watched(
     """Within the block ``on_send(group, tensor)`` is called before each message to one rank, and
     ``on_all_reduce(group, tensor, options)`` before each all-reduce of this process."""
     groups: Any = dist.ProcessGroup
-    # Read from the class dict: the value of the attribute would not bind to groups when it is
-    # restored.
+    # Taken from the class dict: the function ``groups.allreduce`` would not bind to groups after it
+    # is restored.
     all_reduce, isend = vars(groups)["allreduce"], dist.isend
 
     def reducing(group: Any, tensors: list[Tensor], options: Any) -> Any:

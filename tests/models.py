@@ -545,8 +545,8 @@ class _InputGradOnly(torch.autograd.Function):
 
 
 class LateLinear(nn.Module):
-    """A linear with a bias whose weight's gradient waits for ``backward_dw``, by the protocol of
-    Transformer Engine's modules."""
+    """A linear with a bias. The gradient of its weight waits for ``backward_dw``, by the protocol
+    of Transformer Engine's modules."""
 
     def __init__(self, dim: int = DIM) -> None:
         super().__init__()

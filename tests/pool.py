@@ -443,7 +443,7 @@ def _restore_defaults() -> None:
     torch.autograd.set_detect_anomaly(False)
     for hooks in _global_hooks():
         for key, hook in list(hooks.items()):
-            if getattr(hook, "__module__", "").startswith("tests."):  # the package has its own
+            if getattr(hook, "__module__", "").startswith("tests."):  # the package's hooks stay
                 del hooks[key]
     os.chdir(_FOLDER)
     warnings.filters[:] = _FILTERS  # type: ignore[index]

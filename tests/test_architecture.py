@@ -220,7 +220,7 @@ def imports_go_down(source: Source) -> Iterator[Finding]:
         folder = parts[1] if len(parts) > 1 else "__init__"
         if folder not in FLOORS:
             if (PACKAGE / f"{folder}.py").exists() or (PACKAGE / folder).is_dir():
-                continue  # reported in that folder
+                continue  # the rule reports it for that folder's files
             folder = "__init__"
         sideways = FLOORS[folder] == floor and (folder == source.folder or floor == 0)
         if FLOORS[folder] >= floor and not sideways:
@@ -403,7 +403,7 @@ def nothing_follows_the_order_of_a_set(source: Source) -> Iterator[Finding]:
 
 
 def _scopes(tree: ast.Module) -> Iterator[tuple[str, list[ast.AST]]]:
-    """(name, nodes) of the module and of each function, a function's without those inside it."""
+    """(name, nodes) of the module and of each function, without bodies of functions inside it."""
     pending: list[tuple[str, ast.AST]] = [("the module", tree)]
     while pending:
         name, root = pending.pop()

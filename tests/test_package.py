@@ -53,7 +53,8 @@ def run(folder: Path, *command: str) -> str:
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The wheel in an environment of its own, which uses the installed dependencies.
 
-    A path file adds their folder. Python ignores path files in it, so no editable install is found.
+    A path file adds the folder of the dependencies. Python ignores path files in an added folder,
+    so it finds no editable install.
     """
     folder = tmp_path_factory.mktemp("package")
     sources, home = folder / "sources", folder / "venv"

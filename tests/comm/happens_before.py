@@ -9,7 +9,7 @@ the later one's clock covers the earlier one's moment. Worked example: compute w
 moment 3; lane ``g`` is at {g: 7} and reads ``x``. This is a race, unless it has waited for a ticket
 of {compute: 3}.
 
-A run is judged by one of two orders:
+Every run is judged by two orders:
 
 - *streams*, as on CUDA: each lane is a thread. Memory must be freed on the lane that allocated it,
   since the caching allocator hands it on in that stream's order; a tensor that Python drops is

@@ -56,7 +56,8 @@ def test_a_ticket_orders_what_came_before_it_and_nothing_after() -> None:
             with pytest.raises(RaceError):
                 order.note_access(thread, span(8, 16), True, "gather")
         else:
-            order.note_access(thread, span(8, 16), True, "gather")  # done already: host order
+            # In host order, the operation starts at its submission, after that write.
+            order.note_access(thread, span(8, 16), True, "gather")
     for order in orders():  # the order also holds through a chain of tickets
         first = order.begin("outer_gather", [])
         order.note_access(first, span(), True, "outer")

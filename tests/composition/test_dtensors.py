@@ -128,7 +128,7 @@ def with_recomputed_and_frozen_weights(sizes: Sequence[int]) -> None:
 
 
 def from_meta(sizes: Sequence[int]) -> None:
-    """On any ranks, values equal those of the model without tensor parallelism."""
+    """Initial values on any mesh equal those of the model without tensor parallelism."""
     mesh, states = mesh_of(sizes, NAMES[0]), []
     for is_sharded in (False, True):
         torch.manual_seed(8)

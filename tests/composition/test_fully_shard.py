@@ -91,6 +91,6 @@ def test_conversions_keep_tensor_parallelism(how: str) -> None:
         assert mine.flat_placement.spread is not None, name
     loss, expected = model(tokens), plain(tokens)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
-    loss.backward()  # after double(), adds to earlier gradients
+    loss.backward()  # for "double", adds to the gradients of the first backward
     expected.backward()
     assert_same_gradients()

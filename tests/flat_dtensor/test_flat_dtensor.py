@@ -554,7 +554,7 @@ def test_tensors_that_data_returned_keep_their_values_when_data_is_set(mesh: Dev
         check(each, old)
     backup.add_(1.0)
     check(param, new)
-    check(detached, old + 1.0)  # these three are one tensor still
+    check(detached, old + 1.0)  # backup, detached and viewed still share memory
     param.data, average.data = average.data, param.data.mul_(2.0)
     check(param, new)
     check(average, 2.0 * new)

@@ -179,7 +179,7 @@ def test_an_illegal_layout_says_what_was_expected_and_found(
 
 
 def test_ranges_of_ranks_in_buffers_of_other_sizes_are_equal() -> None:
-    """The shards have 192 and 64 elements, and each of two ranks holds 64 of both tensors."""
+    """Shards have 64 or 192 elements, and each of two ranks holds the same 64 elements of ``a``."""
     small = Layout((TensorSlot("a", (128,), 0),), 128, 2, 1)
     large = Layout((TensorSlot("b", (128,), 0), TensorSlot("a", (128,), 128)), 384, 2, 1)
     assert large.tensor_range(1, 1, Coordinate(0, 0)) == (0, 64)

@@ -30,7 +30,7 @@ def traffic(engine: Any, strategy: Strategy, num_micro: int) -> Counter[tuple[Ax
         formula = strategy.level(axis).traffic(2)
         for unit in engine.units:
             for buffer in unit.buffers:
-                # Traffic along the outer axis is already sharded along the inner one.
+                # Along the outer axis, a rank sends only its shard of the inner axis.
                 part = 1.0
                 if axis is Axis.OUTER:
                     part = strategy.inner.fraction(Role.OPTIM, 2)

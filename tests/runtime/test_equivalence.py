@@ -108,7 +108,7 @@ def test_the_wrapper_trains_on_two_axes_as_one_process(overlap: bool) -> None:
     start = Chain(Mlp(), Mlp())
     data = reference.make_data(vector_batch, 2, 3, 4)
     expected = reference.train(copy.deepcopy(start), data)
-    # Without sharding, several instances of the optimizer are not allowed, so the mesh is passed.
+    # At no_shard, the config allows one optimizer instance only, so the mesh sets the outer size.
     for number, pair in enumerate(FEW_PAIRS):
         mesh = None if number else mesh_of(2, 2)
         fields = {"num_distributed_optimizer_instances": 2} if number else {}

@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
             {"units": [models.WithShared, Mlp]},
         ],
     ),
-    # Without prefetch, a unit that is freed too early loses its memory.
+    # The run without prefetch fails if a unit is freed too early, since its memory is gone.
     "adapters": vectors(
         models.lora_model,
         [

@@ -323,7 +323,7 @@ def test_replicas_that_are_seeded_differently_draw_the_same_adapters() -> None:
         dist.all_gather_object(of_all, mine)
         torch.testing.assert_close(*of_all, rtol=0, atol=0)
         assert all(value.std() > 0 for value in mine.values())
-        # Data are drawn next, and differ between ranks.
+        # Random numbers drawn next, as for data, differ between ranks.
         draws = [torch.zeros(1), torch.zeros(1)]
         dist.all_gather(draws, torch.rand(1))
         assert draws[0] != draws[1]

@@ -1,4 +1,5 @@
-"""Checkpoints without frozen parameters: small, for any ranks, and not loaded as complete ones."""
+"""Checkpoints without frozen parameters are small, fit any number of ranks, and do not load as
+complete ones."""
 
 from __future__ import annotations
 
@@ -146,7 +147,7 @@ def test_a_checkpoint_without_frozen_parameters_is_not_taken_for_a_whole_one() -
     torch.testing.assert_close(reference.full_weights(engine.model), expected, rtol=0, atol=0)
     fe.load_checkpoint(f"{folder}/one", engine, optimizer, trainable_only=True)
     assert_frozen_ones_stay(engine, before)
-    # Of a whole checkpoint, loading takes the trainable parameters, and none may be missing.
+    # From a whole checkpoint, only trainable parameters are loaded. None of them may be missing.
     before = changed(engine)
     fe.load_checkpoint(f"{folder}/whole", engine, trainable_only=True)
     assert_frozen_ones_stay(engine, before)

@@ -133,7 +133,7 @@ class Deaf(nn.Module):
 
 
 class WithDeaf(models.Small):
-    """A deaf unit beside others, which re-entrant checkpoints may run again."""
+    """A deaf unit beside blocks that may run in re-entrant checkpoints."""
 
     def __init__(self, checkpoints: bool | None) -> None:
         super().__init__(2, checkpoints)

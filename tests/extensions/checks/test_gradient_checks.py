@@ -75,7 +75,7 @@ def check_nan(ddp: fe.DistributedDataParallel, plain: fe.DistributedDataParallel
     bad_values = ((float("nan"), True), (float("inf"), False), (-float("inf"), True))
     for number, (bad, first) in enumerate(bad_values):
         for each, optimizer in zip((ddp, plain), optimizers, strict=True):
-            # Without zeroing, values that were not finite are overwritten.
+            # If the buffer is not zeroed, the step overwrites earlier values that are not finite.
             step(each, inputs(number), zero_buffer=number % 2 == 0)
             optimizer.step()
         before = ddp.engine.full_state_dict()

@@ -335,8 +335,8 @@ def test_modules_that_convert_themselves() -> None:
     assert model[1].float().total.dtype == torch.float32
 
 
-# Longest time until an error. With `early_checks`, a rendezvous soon checks in which operation
-# missing ranks wait, and their threads answer within half a second.
+# Longest time until an error. With `early_checks`, a rendezvous asks missing ranks after 0.3 s
+# which operation they wait in. Their threads answer within half a second.
 MOST_SECONDS = 30.0
 
 

@@ -472,7 +472,7 @@ def test_buffers_that_are_broadcast_within_the_context_stay_so() -> None:
 @pytest.mark.parametrize("level", ["no_shard", "optim_grads_params"])
 @on_ranks(2)
 def test_a_backward_is_of_the_trained_weights(level: str) -> None:
-    """Within the context it raises; after the context, backwards of earlier forwards are right."""
+    """A backward within the context raises. After it, backwards of earlier forwards are right."""
     model, engine, optimizer = build(odd_model, {"strategy": level})
     ema = fe.EMA(engine, DECAY)
     step(model, optimizer, 1)

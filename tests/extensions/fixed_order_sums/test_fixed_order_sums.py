@@ -191,7 +191,7 @@ def test_a_step_begins_anew_after_an_exception_and_a_reset(is_held: bool) -> Non
         leaves.close()
     run.engine.reset()
     for leaf in run.sums.microbatches(run.engine, 0):
-        if is_held and leaf > 4:  # a loop that a traceback holds may end at any time
+        if is_held and leaf > 4:  # as if a traceback had kept the first loop until now
             leaves.close()
         run.backward(0, leaf)
     run.norms.append(run.engine.clip_grad_norm_(0.1))

@@ -1,7 +1,7 @@
 """Tensors that a unit keeps beside its output, and outputs that are changed in place.
 
-Units are not joined here: an error would show only where one unit is prefetched while another
-computes.
+Units are joined in one case of ``OPTIONS`` only: an error shows only where one unit is prefetched
+while another computes.
 """
 
 from __future__ import annotations

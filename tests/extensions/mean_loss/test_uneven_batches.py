@@ -241,7 +241,8 @@ def test_the_factor_is_not_rounded_where_gradients_are_bf16() -> None:
         (found,) = reference.full_gradients(model).values()
         assert found is not None
         assert found.dtype == torch.bfloat16
-        # Roundings of gradients cancel out; 16 / 15 in bf16 is off by 0.3 %.
+        # Rounding errors of elements cancel out in the norm. The factor 2 / 15 in bf16 would be
+        # off by 0.3 %.
         assert abs(found.float().norm() / expected.norm() - 1) < 1.5e-3
 
 

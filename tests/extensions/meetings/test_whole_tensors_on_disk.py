@@ -44,8 +44,8 @@ class Exchanging(torch.optim.Optimizer):
 
 @contextmanager
 def late_disk() -> Iterator[None]:
-    """Delay reads and writes of state: a read that no step waits for ends after new state has
-    replaced the old state."""
+    """Delay reads and writes of state. If a step did not wait for a read, the read would end after
+    new state has replaced the old state."""
     with owned.small_chunks() as patch:
         for name, seconds in (("read", 0.003), ("write", 0.006)):
             call = getattr(DiskBlock, name)

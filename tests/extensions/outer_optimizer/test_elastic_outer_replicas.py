@@ -210,7 +210,7 @@ def test_a_replica_that_joins_a_repeated_exchange_has_no_part_in_the_mean() -> N
 
 @on_ranks(2)
 def test_a_replica_whose_sender_is_lost_before_a_repeated_exchange_trains_the_period() -> None:
-    """Both ranks form one replica, which has joined an exchange and is alone in its quorum."""
+    """Both ranks form the only replica. It joins an exchange in which no replica has trained."""
     expected = Simulation(1)
     with lighthouse(1) as join:
         replica = join(mesh_of(1, 2)["inner"], 0, "optim")

@@ -1,4 +1,4 @@
-"""Errors of quantized reductions: only their own rounding is lost, also in checkpoints."""
+"""Errors of quantized reductions are kept, also in checkpoints. Only their rounding is lost."""
 
 from __future__ import annotations
 

@@ -87,8 +87,8 @@ def test_what_was_held_is_of_the_moment_when_most_was() -> None:
 
 @contextmanager
 def profiled_ranges() -> Iterator[list[str]]:
-    """Names of the ranges that a profiler would see. torch's own profilers are not used: they
-    corrupt the heap in some of a hundred processes while works of gloo end in its threads."""
+    """Names of the ranges that a profiler would see. torch's own profilers are not used: in a
+    few percent of processes they corrupt the heap while gloo's threads finish works."""
     names: list[str] = []
 
     def note(name: str) -> nullcontext[None]:

@@ -194,7 +194,7 @@ def test_on_cuda_nobody_waits_for_the_device_before_somebody_asks(
     monkeypatch.setattr(meter_module, "_MOST_PENDING", 4)
     lanes = make_lanes(torch.device("cuda"))
     meter = metered(lanes)
-    device.reached = 9.0  # the device has come through the first two of these
+    device.reached = 9.0  # the device has completed the first two gathers below
     for _ in range(6):
         gather_and_wait(device, lanes, sent=4.0, computed=1.0)
     assert device.num_synchronized == 0

@@ -79,7 +79,7 @@ def sums_of_groups(self: Rule) -> None:
 
 
 def sums_of_state(self: Rule) -> None:
-    """As SWATS: the rule changes after many steps, at a time that a number of each tensor sets."""
+    """As SWATS: after many steps, a number in each tensor's state decides when the rule changes."""
     for group, p, grad in self.members():
         state = self.state[p]
         state["dot"] = state.get("dot", torch.zeros(())) + (p * grad).sum()

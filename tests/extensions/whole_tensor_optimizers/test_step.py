@@ -210,7 +210,7 @@ def leave_gradients_and_steps_out(side: owned.Side) -> None:
             next(side.model.parameters()).grad = None
         if step != 2:
             side.optimizer.step()
-            side.optimizer.zero_grad()  # gradients of the skipped step stay
+            side.optimizer.zero_grad()  # the skipped step's gradients add to the next one's
     states = side.optimizer.state_dict()["state"]
     assert (states[0]["num"], states[1]["num"]) == (2, 3)
 
