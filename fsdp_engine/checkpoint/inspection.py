@@ -94,7 +94,7 @@ class Description:
         extra: The values in ``extra`` of rank 0 by path. Values that JSON cannot represent, and a
             dict of tensors, are a :class:`Summary`.
         num_ranks: The number of ranks that have saved random states and ``extra``.
-        tensors: A row for each tensor, by section.
+        tensors: A row for each tensor, by section and name.
     """
 
     path: str
@@ -161,8 +161,14 @@ def describe(checkpoint: StoredCheckpoint) -> Description:
         num_groups=num_groups,
         extra=_extra(checkpoint),
         num_ranks=len(saved.below(RANKS)),
-        tensors=[row for name in sections for row in rows.get(name, ())],
+        tensors=[row for name in sections for row in sorted(rows.get(name, ()), key=_place)],
     )
+
+
+def _place(row: TensorRow) -> list[tuple[bool, int, str]]:
+    """Returns a key that sorts names by their components, and numbers by their values."""
+    parts = row.name.split(".")
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts]
 
 
 def tensor_bytes(row: TensorRow) -> int:
