@@ -34,7 +34,8 @@ TIED = {"blocks.6.up.weight": "blocks.2.up.weight"}  # names in Everything: {dro
 
 
 class Everything(models.Regression):
-    """Frozen, tied, scalar, empty, non-contiguous, unused, mixed dtypes, buffers, extra state."""
+    """Parameters that are frozen, tied, scalar, empty, non-contiguous, unused or of mixed dtypes;
+    buffers; extra state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Everything(models.Regression):
 
 
 class Counting(nn.Module):
-    """Has no weights, and an extra state without tensors: calls, as a number and as a list."""
+    """Has no weights. Its extra state, without tensors, records calls in a number and in a list."""
 
     def __init__(self) -> None:
         super().__init__()

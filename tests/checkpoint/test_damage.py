@@ -444,7 +444,8 @@ NAMES = [
 
 
 def attributes() -> list[Any]:
-    """Returns attributes of names in pickled metadata, and defaults of ``_get_layout``."""
+    """Returns attributes of the objects that pickled metadata may name, and defaults of
+    ``_get_layout``."""
     found = [
         *(each for each in vars(dcp_metadata).values() if isinstance(each, type)),
         *(filesystem._StorageInfo, collections.OrderedDict, torch.Size),

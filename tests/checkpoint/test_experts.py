@@ -44,7 +44,7 @@ def by_global_name(engine: fe.Engine, optimizer: Any, rank: int, size: int) -> d
 
 
 def united(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Values of all ranks; ranks with the same name must have equal values."""
+    """Values of all ranks by name. If several ranks have a name, its values must be equal."""
     found: dict[str, Tensor] = {}
     for each in by_rank:
         for name, value in each.items():

@@ -72,7 +72,7 @@ def test_a_job_that_is_killed_twelve_times_ends_with_the_same_weights(
             ranks.run(train, str(killed), None, life, world_size=2)
         found.append(max(checkpoints.complete(), default=0))
         num_half_written += any(killed.glob(".saving-*"))
-    assert found == sorted(found), "a job resumed an older checkpoint than one before it"
+    assert found == sorted(found), "a job resumed an older checkpoint than an earlier job did"
     assert found[-1] >= NUM_KILLS - 1, "a job lost what it had saved"
     assert num_half_written > NUM_KILLS // 4, "kills did not meet saves"
     until = found[-1] + 10

@@ -199,7 +199,7 @@ def test_a_replica_gets_its_state_again_if_a_rank_of_it_did_not(failing: int) ->
 
 @on_ranks(2)
 def test_a_torn_state_is_not_trained_with() -> None:
-    """One rank got the state of a replica, which was lost before the other rank did."""
+    """One rank got its state from a replica that was lost before the other rank got its own."""
     with lighthouse(1) as join:
         replica = join(mesh=mesh_of(1, 2)["inner"])
         for number in replica.microbatches():

@@ -332,7 +332,7 @@ def test_generate_together_computes_no_more_than_each_ranks_own_text(level: str)
     (expected, waiting), (text, number) = found
     assert torch.equal(text, expected)
     own = 3 + 8 * torch.distributed.get_rank()
-    # The second text is from the unsharded model, on which only the user's hooks are called.
+    # The user's hook is also called for the second text, which the unsharded model generates.
     assert number == 2 * own
     assert waiting == 11 + own  # transformers runs forwards for the other rank
     with pytest.raises(ValueError, match=r"expected a model that has generate\(\)"):

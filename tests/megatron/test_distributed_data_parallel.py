@@ -278,7 +278,7 @@ def test_gradients_of_no_sync_stay_in_main_grad_until_they_are_reduced(
     messages, again = Messages(), Messages()
     with messages.counting():
         ddp.start_grad_sync()
-    # Where gradients are sharded backward has reduced them.
+    # If gradients are sharded, backward has reduced them already.
     assert any("reduc" in label for label in messages.operations) is (level in WHOLE_GRADS)
     with again.counting():
         ddp.start_grad_sync()

@@ -29,7 +29,7 @@ def _a_simulation() -> fe.Simulation:
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Options of the simulations of candidates. They do not run: all have the same result."""
+    """Options of candidates' simulations, which are replaced: all return the same result."""
     tried: list[dict[str, Any]] = []
     result = _a_simulation()
 

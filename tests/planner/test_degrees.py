@@ -286,9 +286,9 @@ def test_degrees_whose_rows_have_no_given_microbatch_size_are_left_out(
 
 
 def test_a_global_batch_has_microbatches_that_the_schedule_takes() -> None:
-    """DualPipeV needs four of them with four stages. A rank's rows are a multiple of the ranks of
-    the pipeline: two data-parallel ranks could not divide 15 rows each into an even number of
-    microbatches."""
+    """DualPipeV needs four of them with four stages. The number of microbatches is a multiple of
+    the pipeline's ranks, and so is a data-parallel rank's number of rows: with a pipeline of two
+    ranks it is 16 instead of 15."""
 
     def search(build: Any, global_batch: int) -> BatchSearch:
         asked = request(build=build, world_size=WORLD, machine=MACHINE)

@@ -146,8 +146,8 @@ def _load(keeper: str, folder: str, model: nn.Module, engine: Any, optimizer: An
 def _resume(
     name: str, level: str | None, keeper: str, folder: str, part: int, expected: dict[str, Tensor]
 ) -> bool:
-    """Load the checkpoint of the previous part, train, and save. Returns whether the weights equal
-    ``expected``."""
+    """Run job ``part`` of three: load the previous job's checkpoint, if any, and train. The first
+    two save. The last returns whether the weights equal ``expected``."""
     steps = (0, *SAVED, NUM_STEPS)
     model = _model(name)
     engine = None if level is None else _shard(model, level)

@@ -283,7 +283,7 @@ class FunctionsBlock(Block):
 
 
 class Functions(with_blocks(FunctionsBlock)):  # type: ignore[misc]
-    """The head's weight is used by a function in the root's forward, as fused losses do."""
+    """A function in the root's forward reads the head's weight, as fused losses do."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

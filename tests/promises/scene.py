@@ -141,8 +141,8 @@ class Entry:
     """One trial of the catalogue."""
 
     name: str  # the expression, as users write it
-    trial: Trial | None  # None: it does not apply, or a test proves it
-    why: str = ""  # why it does not apply, or the outcome and its test
+    trial: Trial | None  # None: the name does not apply, or a test has the trial
+    why: str = ""  # why the name does not apply, or the outcome and its test
     goes_on: bool = True  # whether the model is trained one step more afterwards
     make: Callable[[], nn.Module] = Model
 
@@ -185,7 +185,7 @@ class Catalogue:
         self.entries += [Entry(name, None, why) for name in names]
 
     def elsewhere(self, test: str, *names: str, outcome: str = "right") -> None:
-        """Enters names that a test proves at every level."""
+        """Enters names whose ``outcome`` the file ``test`` proves at every level."""
         assert (FOLDER / test).exists(), test
         self.excludes(f"{outcome} | `{test}`", *names)
 

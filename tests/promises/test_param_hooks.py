@@ -17,7 +17,7 @@ WORDS = torch.tensor([0, 1, 2, 3, 6])
 
 
 class Words(nn.Module):
-    """An embedding, of whose rows some are to stay as they are."""
+    """An embedding and a head. Some rows of the embedding must not change."""
 
     def __init__(self) -> None:
         super().__init__()

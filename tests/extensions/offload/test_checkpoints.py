@@ -92,7 +92,8 @@ def test_state_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
 
 
 def save_and_load_on_the_device(folder: str, level: str, places: list[str | None]) -> None:
-    """Optimizers with and without state load checkpoints that each place saved during training."""
+    """Save during training with state at each of ``places``. Optimizers with and without state, at
+    the same or another place, load these checkpoints."""
     pair = (level, "no_shard")
     data = job(None, sizes=(dist.get_world_size(),)).data()
     engine, optimizer, _ = trained(None, pair=pair, device_type="cpu")

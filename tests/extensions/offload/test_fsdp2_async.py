@@ -30,7 +30,7 @@ ranks = device.ranks
 def offloaded(
     api: Any, offloads: str, on_meta: bool, pins: bool
 ) -> tuple[Any, torch.optim.Optimizer]:
-    """A model whose layers, or all of it, have FSDP2's offload, and its optimizer."""
+    """A model and its optimizer. The layers, or the whole model, have FSDP2's offload."""
     torch.manual_seed(3)
     on_cpu = programs.Model()
     on_cpu.init_weights()

@@ -106,8 +106,8 @@ def on_another_stream(engine: fe.Engine, optimizer: Any, kept: Any) -> None:
 
 
 def assign_gradients(engine: fe.Engine, optimizer: Any, kept: Any) -> list[Tensor]:
-    """The user's own gradients are kept until they are read, and their memory is not given to
-    others."""
+    """The user's own gradients are kept until they are read, and no other tensor gets their memory
+    before."""
     optimizer.zero_grad()
     engine.model(*batch_of(6)).backward()
     for param in engine.model.parameters():
@@ -160,7 +160,7 @@ def after_steps(
     final weights.
 
     Args:
-        holds: the step runs after the access on the device; the access must not wait for it.
+        holds: on the device, the step runs after the access, which must not wait for it.
     """
     engine, optimizer, _ = trained(place, pair=(level, "no_shard"))
     batches = [batch_of(seed) for seed in range(3)]

@@ -177,7 +177,7 @@ def test_each_change_is_encoded_once_with_one_message_for_each_axis_that_cuts(
                 for axis, level in zip((Axis.INNER, Axis.OUTER), pair, strict=True):
                     group = engine.mesh.axis(axis).gather_group
                     assert group is not None
-                    # Gathers themselves are sends; nothing else is reduced in these groups.
+                    # Only amaxes are all-reduced in these groups: all-gathers count as sends.
                     expected = num_buffers if level != "no_shard" else 0
                     assert total[group.group_name, "allreduce_"] == expected, (recipe, axis)
                 step_of(engine, optimizer)

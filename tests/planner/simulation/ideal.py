@@ -49,7 +49,7 @@ class Network:
     bandwidth: tuple[float, float]
 
     def ring(self, numel: float, axis: int, times: int = 1) -> float:
-        """Seconds in which ``numel`` fp32 elements pass ``times`` around a ring."""
+        """Seconds for ``times`` passes of ``numel`` fp32 elements around a ring."""
         n = self.sizes[axis]
         return times * 4 * numel * (n - 1) / n / self.bandwidth[axis]
 
@@ -169,7 +169,7 @@ class Ideal:
             self._last[unit] = done
 
     def _ring(self, unit: int, axis: int, depth: int, times: int = 1) -> float:
-        """Seconds in which the part of ``unit`` at ``depth`` passes around the ring of ``axis``."""
+        """Seconds for ``times`` passes of ``unit``'s part at ``depth`` around ``axis``'s ring."""
         numel: float = self._units[unit].numel
         for cut in range(depth):
             numel /= self._network.sizes[cut]

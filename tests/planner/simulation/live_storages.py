@@ -49,7 +49,7 @@ class LiveStorages(TorchDispatchMode):
         return out
 
     def restart(self) -> None:
-        """A step begins."""
+        """Find all live tensors, and measure the peak from now on."""
         gc.collect()
         for each in gc.get_objects():
             if issubclass(type(each), Tensor):

@@ -73,7 +73,7 @@ def test_a_step_takes_its_copies_of_which_two_overlap() -> None:
 
 
 def test_without_offload_nothing_is_copied() -> None:
-    """Activations are not copied either on a machine whose host computes."""
+    """On a machine whose host computes, activations are not copied either."""
     offloaded = simulated(machine(), HOST).memory
     assert offloaded["optimizer"] <= 2 * CHUNK + 64 * BLOCKS  # two chunks at most
     without = machine(host_link=None, disk=None)
@@ -133,7 +133,7 @@ def test_ranks_of_a_node_share_its_memory() -> None:
     assert shared.link_to_state("host", 1) == shared.host_link
     found = simulated(shared, HOST)
     assert found.seconds == pytest.approx(2 * BLOCKS * CHUNK / (ALONE / 2))
-    # The host's link or memory bounds the disk of a device.
+    # A device copies to its disk through host memory, whose rate and link are limits, too.
     assert shared.link_to_state("disk", RANKS).both == ALONE / 2
     slow = TwoWayLink(ALONE / 4, ALONE / 4, ALONE / 4)
     assert machine(host_link=slow).link_to_state("disk", 1) == slow
@@ -234,7 +234,7 @@ def on_disk(roles: Sequence[str], folder: str = "/no/such/folder") -> fe.Offload
 
 
 def peak_of_a_real_run(level: str, roles: Sequence[str]) -> tuple[int, int]:
-    """Bytes of chunks, and on the disk."""
+    """Peak bytes of chunks, and bytes on the disk."""
     with tempfile.TemporaryDirectory() as folder:
         model = Blocks()
         options = fe.Options(min_unit_size=0)

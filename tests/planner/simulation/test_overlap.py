@@ -138,7 +138,7 @@ def test_the_ideal_schedule_by_hand() -> None:
 
 def test_no_gather_for_backward_starts_in_forward() -> None:
     """The highest pair with four blocks, by hand. A gather along the inner axis takes as long as a
-    block's backward, so the gather along the outer axis before it is exposed."""
+    block's backward, so the preceding gather along the outer axis is exposed."""
     pair, slow = ("optim_grads_params", "optim_grads_params"), network(2.0)
     inner, outer = slow.ring(BLOCK_NUMEL, 0), slow.ring(BLOCK_NUMEL / 4, 1)
     assert inner == pytest.approx(BACKWARD)

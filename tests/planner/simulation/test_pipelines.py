@@ -410,7 +410,7 @@ EVERY = [
     ("ZBVZeroBubble", "optim", {**ON_GPUS, "checkpointing": True}),
     *itertools.product([*UNSPLIT, *SPLIT], LEVELS, [ON_GPUS, {"machine": HOST}]),
     ("1F1B", "optim", {**ON_GPUS, "offload": HOST_STATE}),
-    # With four pipeline ranks, a V turns between inner stages.
+    # With four pipeline ranks, a V schedule also has stages between its ends and its turn.
     *itertools.product(SPLIT, LEVELS[1:], [{**ON_GPUS, "pipeline": 4, "microbatches": 12}]),
 ]
 

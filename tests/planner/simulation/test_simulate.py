@@ -69,7 +69,7 @@ def test_where_the_host_computes_it_blocks() -> None:
     clock = Clock(a_machine(host_runs_ahead=False))
     lanes = clock.make_lanes(torch.device("cpu"))
     first = lanes.inner_gather.submit("all-gather of a", sending(clock, 3.0))
-    # It starts at the next submission on its lane, or when it is waited for.
+    # The second one starts at the next submission on its lane, or when it is waited for.
     second = lanes.outer_gather.submit("all-gather of b", sending(clock, 1.0), after=[first])
     clock.compute("f", 2.0)
     lanes.compute.wait(second)

@@ -213,7 +213,7 @@ def small() -> nn.Module:
 
 
 # How a model is made, and the largest ratio of planned to measured memory; see the docs. The
-# wrappers of functional collectives that linears hold have no memory and are not measured.
+# measurement ignores wrappers of results of functional collectives, which have no memory.
 CASES: dict[str, tuple[Any, Any, Any, float]] = {
     "linears": (small, {"tokens": TOKENS}, cut, 1.045),
     "llama": (llama, LLAMA_BATCH, fe.apply_tp_plan, 1.035),
