@@ -253,7 +253,7 @@ class Engine:
                     raise RuntimeError(
                         f"{what}: expected {buffer.records[index].name} to be sharded; found its "
                         "full main weight, within engine.unsharded(). Call this outside of "
-                        "unsharded(). Enter contexts that swap weights before unsharded()"
+                        "unsharded(). If it is a context manager, enter it before unsharded()"
                     )
 
     def check_trained_weights(self, what: str) -> None:

@@ -288,7 +288,7 @@ def make_engine(
     """
     if expert_mesh is not None:
         with reporting(what, ranks_that_meet(mesh)):
-            check_device_mesh(expert_mesh)
+            check_device_mesh(expert_mesh, "expert_mesh")
     notes = [] if expert_mesh is None else ["an expert_mesh"]
     notes += [f"{each.signature()} at {levels}" for each in extensions if each.divides_mesh]
     data = DataMesh.create(mesh, num_instances=num_rows, what=what, note="; ".join(notes))

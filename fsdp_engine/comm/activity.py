@@ -162,8 +162,8 @@ def advice_on_calls(what: str) -> str:
     advice = advice_for(what)
     return (
         "All ranks must make the same calls, including evaluation, saving and gradient norms"
-        f"{advice and '; '}{advice}. If the lines of code in this message are not the cause, some "
-        "ranks have skipped an earlier call."
+        f"{advice and '; '}{advice}. The cause can also be an earlier call that some ranks have "
+        "skipped."
     )
 
 

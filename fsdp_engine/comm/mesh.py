@@ -216,30 +216,35 @@ def ranks_that_meet(device_mesh: object) -> list[int]:
     return list(range(dist.get_world_size())) if dist.is_initialized() else []
 
 
-def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
+def check_device_mesh(device_mesh: DeviceMesh, name: str = "mesh") -> list[int]:
     """Check a mesh of one or two axes, and return this rank's coordinate.
+
+    Args:
+        device_mesh: The mesh.
+        name: Name of the argument in messages.
 
     Raises:
         TypeError, ValueError: See :meth:`DataMesh.create`.
     """
     if not isinstance(device_mesh, DeviceMesh):
-        raise TypeError(f"mesh: expected a DeviceMesh or None; found {type(device_mesh).__name__}")
+        found = type(device_mesh).__name__
+        raise TypeError(f"{name}: expected a DeviceMesh or None; found {found}")
     if device_mesh.ndim not in (1, 2):
         raise ValueError(
-            "mesh: expected one axis (inner) or two (outer, inner); "
+            f"{name}: expected one axis (inner) or two (outer, inner); "
             f"found {device_mesh.ndim} axes of sizes {tuple(device_mesh.mesh.shape)}"
         )
     coordinate = device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError(
-            f"mesh: expected a mesh that covers this rank, {dist.get_rank()}; "
+            f"{name}: expected a mesh that covers this rank, {dist.get_rank()}; "
             f"found ranks {device_mesh.mesh.flatten().tolist()[:16]}"
         )
     device = torch.device(device_mesh.device_type)
     sends = is_accelerator(device) and device_mesh.size() > 1
     if sends and name_of_backend(device_mesh.get_group(0), device) == "mpi":
         raise ValueError(
-            f"mesh: expected a backend for {device.type} tensors whose collectives wait for the "
+            f"{name}: expected a backend for {device.type} tensors whose collectives wait for the "
             "stream that computes their input, as NCCL, UCC and gloo do; found torch's MPI, which "
             "does not. Use init_process_group(backend="
             f"'cpu:mpi,{device.type}:{default_backend(device)}')"
@@ -247,8 +252,13 @@ def check_device_mesh(device_mesh: DeviceMesh) -> list[int]:
     return list(coordinate)
 
 
-def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
+def joint_mesh(data: DeviceMesh, *others: DeviceMesh, name: str = "mesh") -> DeviceMesh:
     """Returns the mesh of the dimensions of all meshes, in this order, without making groups.
+
+    Args:
+        data: The mesh over which the engine shards parameters.
+        others: The meshes of parameters that are DTensors.
+        name: Name of the argument for ``data`` in messages.
 
     Raises:
         ValueError: The meshes are not slices of one mesh with named dimensions, or share ranks.
@@ -261,9 +271,9 @@ def joint_mesh(data: DeviceMesh, *others: DeviceMesh) -> DeviceMesh:
     except (AssertionError, TypeError):  # dimensions without names
         why = "a mesh without dimension names"
     raise ValueError(
-        "mesh: expected it and the mesh of DTensor parameters to be slices of one mesh with named "
-        'dimensions (mesh["dp"] and mesh["tp"] of init_device_mesh("cuda", (2, 4), mesh_dim_names='
-        f'("dp", "tp"))); found {data} beside {", ".join(map(str, others))}: {why}'
+        f"{name}: expected this mesh and the mesh of DTensor parameters to be slices of one mesh "
+        'with named dimensions (mesh["dp"] and mesh["tp"] of init_device_mesh("cuda", (2, 4), '
+        f'mesh_dim_names=("dp", "tp"))); found {data} beside {", ".join(map(str, others))}: {why}'
     )
 
 

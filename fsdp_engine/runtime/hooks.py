@@ -454,8 +454,8 @@ class ModuleHooks:
                 if call.reads_weights:
                     self._scheduler.note_uncounted(call.unit)
                     call.unit.keep_unseen(
-                        "expected each tensor that forward computes for the loss to be in the "
-                        f"output, an argument or an attribute of a module; found {hidden}",
+                        "expected forward to return the tensors that the loss uses, or to keep "
+                        f"them in an argument or an attribute of a module; found {hidden}",
                         "Return the tensor, or keep it in an attribute",
                     )
         return self._listen_for_backward(entered, calls, found)

@@ -522,7 +522,9 @@ class Scheduler:
         """The current activity, for messages: "forward", "backward", or otherwise "step"."""
         if self._backward is not None:
             return "backward"
-        return "forward" if self._forward is not None else "step"
+        if self._forward is not None:
+            return "forward"
+        return "backward" if self._has_nested else "step"
 
     def reset(self) -> None:
         """Drop the running forward and backward. Communication must have ended."""

@@ -50,9 +50,11 @@ def ranks_of_model(
                 f"{name}: expected a DTensor on {data.device_mesh.device_type}, like the mesh; "
                 f"found a DTensor on {mesh.device_type}"
             )
-        sharing = experts if experts is not None and is_of_experts(param, data) else data
+        sharing, argument = data, "mesh"
+        if experts is not None and is_of_experts(param, data):
+            sharing, argument = experts, "expert_mesh"
         try:
-            joint_mesh(sharing.device_mesh, mesh)
+            joint_mesh(sharing.device_mesh, mesh, name=argument)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         for dim in mesh.mesh_dim_names or ():

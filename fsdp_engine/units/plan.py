@@ -432,9 +432,9 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
     if puts_off and not any(each.awaits_late_gradients for each in settings.extensions):
         advice = advice_for("delayed weight gradients")
         raise ValueError(
-            f"{record.name}: expected an engine that awaits delayed weight gradients, which the "
-            "module of this parameter computes (skip_backward_post_hook); found another, which "
-            f"would lose them{advice and '. '}{advice}"
+            f"{record.name}: expected an engine that awaits delayed weight gradients, since the "
+            "parameter's module delays them (skip_backward_post_hook); found an engine that would "
+            f"lose them{advice and '. '}{advice}"
         )
 
 

@@ -60,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = [
         ({"mesh": sizes}, ValueError, ("mesh: expected one or two sizes",))
         for sizes in ((3, 5), (2, 1, 1), (-1, -2))
     ),
+    ({"expert_mesh": (2, 4)}, TypeError, ("expert_mesh: expected a DeviceMesh or None",)),
     ({"units": [3]}, TypeError, ("units",)),
     ({"units": [int]}, TypeError, ("units", "int")),
     ({"mp_policy": torch.bfloat16}, TypeError, ("mp_policy",)),
@@ -386,7 +387,7 @@ WRONG_ON_RANK_1: dict[str, tuple[Arguments, type[Exception], str]] = {
     "an expert mesh": (
         lambda: {"expert_mesh": on_rank_1(5) or init_device_mesh("cpu", (dist.get_world_size(),))},
         TypeError,
-        "TypeError: mesh",
+        "TypeError: expert_mesh",
     ),
     "the name of a level": (
         lambda: {"strategy": on_rank_1("zero3", "optim")},

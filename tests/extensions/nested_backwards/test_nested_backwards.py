@@ -184,3 +184,23 @@ def test_re_entrant_checkpoints_train_in_buckets(level: str, size: int | None) -
     ddp = fe.DistributedDataParallel(model, config)
     assert len(ddp.engine.buffers) > 1
     assert not reference.differences(train_wrapped(ddp, data), expected, 2e-5)
+
+
+@on_ranks(2)
+def test_between_nested_backwards_the_engine_is_in_backward() -> None:
+    model = nn.Sequential(nn.Linear(DIM, DIM), nn.Linear(DIM, DIM))
+    scheduler = fe.shard(model).scheduler
+    x = torch.ones(2, DIM, requires_grad=True)
+    calls = []
+
+    def train_within_backward(grad: Tensor) -> None:
+        with torch.enable_grad():
+            model(x.detach()).sum().backward()
+        with pytest.raises(RuntimeError, match=r"save: .*; found a backward$"):
+            scheduler.check_at_rest("save")
+        calls.append(scheduler.phase)
+
+    x.register_hook(train_within_backward)
+    x.sum().backward()
+    assert calls == ["backward"]
+    assert scheduler.phase == "step"

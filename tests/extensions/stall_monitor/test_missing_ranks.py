@@ -288,7 +288,7 @@ def test_the_others_say_at_once_which_rank_has_ended(
     assert "did not complete: another rank failed, or did not begin it: " in text
     assert "The last operation that completed here was " in text
     if level == "optim_grads_params":  # waits for a gather
-        assert "numbers of batches, use engine.even_batches(loader). If the" in text
+        assert "numbers of batches, use engine.even_batches(loader). The cause can also be" in text
 
 
 ENDS_AT_ONCE = """
