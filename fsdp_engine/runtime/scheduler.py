@@ -182,7 +182,7 @@ class Scheduler:
             NotImplementedError: The forward begins within a backward.
         """
         if in_backward():
-            raise _unknown("a forward within a backward (not a recomputation)")
+            raise _unknown("a forward within a backward, which does not repeat an earlier forward")
         return Forward()
 
     def _begin_forward(self) -> Forward:
