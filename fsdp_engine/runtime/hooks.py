@@ -569,6 +569,8 @@ def _begin_backward(
 
 
 def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
+    if grad.grad_fn is not None:  # of a backward with create_graph
+        call.unit.await_recorded(grad.grad_fn)
     scheduler.on_input_gradient(call)
 
 

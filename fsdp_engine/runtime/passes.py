@@ -10,12 +10,10 @@ import torch
 
 from fsdp_engine.extension_list import advice_for
 from fsdp_engine.flat_dtensor import accumulator_of
-from fsdp_engine.runtime.unit import Call, Unit
+from fsdp_engine.runtime.unit import Call, Unit, retains_graph
 
 # Returns whether the running backward reaches a node.
 _will_run: Any = torch._C._will_engine_execute_node
-# Returns whether the running backward retains its graph; True if none is running.
-_retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 # The number of expected input gradients of a call whose input was changed in place. The end of the
 # backward of such a call is not observed.
@@ -110,7 +108,7 @@ class Backward:
             self.run_again.add(unit.index)
         num_inputs = sum(map(_will_run, inputs)) if inputs else 1
         self._awaited[call] = _UNKNOWN if call.input_changed else num_inputs
-        if _retains_graph():
+        if retains_graph():
             call.retain()
         self.touched[unit.index] = unit
         if call.reads_weights:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Collection, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,6 +100,28 @@ TRANSITIONS = frozenset(
         (State.FULL, State.SHARDED),
     }
 )
+
+
+class RecordedBackward:
+    """A hook of a function that a backward with ``create_graph`` has recorded. Only this function
+    refers to the object, which is collected with the recorded graph.
+
+    Attributes:
+        is_done: Whether the function has run in a backward that frees its graph.
+    """
+
+    __slots__ = ("__weakref__", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def __call__(self, grads: Any) -> None:
+        """Called before the function runs."""
+        self.is_done = not retains_graph()
+
+
+retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Returns whether the running backward retains its graph; True if none is running."""
 
 
 class CallSchedule(Protocol):
@@ -278,6 +301,7 @@ class Unit:
         self.num_retained = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
+        self._recorded: list[weakref.ref[RecordedBackward]] = []
         self.watch = implementation(UnitWatch)(buffers)
         self._lanes = lanes
         self._installation = Installation(buffers, self.label)
@@ -382,10 +406,20 @@ class Unit:
         ``create_graph`` records functions that read its weights."""
         self.kept.add(Kept.RECORDED)
 
+    def await_recorded(self, node: Any) -> None:
+        """Wait, in :meth:`free_recorded`, for the function ``node`` of autograd, which a backward
+        with ``create_graph`` has recorded."""
+        recorded = RecordedBackward()
+        node.register_prehook(recorded)
+        self._recorded.append(weakref.ref(recorded))
+
     def free_recorded(self) -> None:
-        """Allow the unit to be freed, because no function that was recorded with ``create_graph``
-        will run again."""
-        self.kept.discard(Kept.RECORDED)
+        """Allow the unit to be freed, unless functions that were recorded with ``create_graph`` can
+        still run."""
+        alive = [each for each in self._recorded if (found := each()) and not found.is_done]
+        self._recorded = alive
+        if not alive:
+            self.kept.discard(Kept.RECORDED)
 
     def keep_unseen(self, found: str, remedy: str) -> None:
         """Keep the unit unsharded, because the start of its backward cannot be observed, and warn.
@@ -543,6 +577,7 @@ class Unit:
         self.uses = self.num_unrecorded = self.num_late = 0
         self.pending_calls.clear()
         self.kept.clear()
+        self._recorded.clear()
         self.watch.reset()
         self.uninstall()
         self.state = State.SHARDED if self.reshards else State.FULL
