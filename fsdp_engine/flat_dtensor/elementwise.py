@@ -35,6 +35,7 @@ from fsdp_engine.flat_dtensor.slices import (
     check_change,
     check_inplace,
     is_inplace,
+    mark_mixed,
     refusal,
     rewrap,
     unwrap,
@@ -186,7 +187,10 @@ def _run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             raise refusal(cls, func, (value,), f"mixes a FlatDTensor and plain tensors; {why}")
         return value.full_tensor()
 
-    return func(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
+    values = list(map(gathered, args))
+    options = {key: gathered(value) for key, value in kwargs.items()}
+    mark_mixed(func.__name__, [*values, *options.values()], (args, kwargs))
+    return func(*values, **options)
 
 
 def slice_of(tensor: Tensor, flat: FlatPlacement) -> Tensor | None:

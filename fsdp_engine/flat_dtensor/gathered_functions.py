@@ -34,6 +34,7 @@ from fsdp_engine.flat_dtensor.slices import (
     check_change,
     check_inplace,
     is_inplace,
+    mark_mixed,
     name_of,
     words,
 )
@@ -204,6 +205,7 @@ class GatheredView(Tensor):
         draws = getattr(func, "__module__", "") == "torch.nn.init" or name in DRAWS
         with torch._C.DisableTorchFunctionSubclass():
             versions = list(map(_version_of, views))
+            mark_mixed(name, views, (args, kwargs))
         if any(each is not cls and "__torch_function__" in vars(each) for each in types):
             plain = tree_map_only(cls, lambda each: each._plain(), (args, kwargs))
             result = func(*plain[0], **plain[1])
@@ -291,6 +293,7 @@ def run_gathered(cls: Any, func: Function, args: Args, kwargs: Kwargs, error: Va
     if changes:
         check_inplace(func, args[0])
     full = {key: each.full_tensor() for key, each in sharded.items()}
+    mark_mixed(name, full.values(), (args, kwargs))
     copies = [GatheredCopy(sharded[key], each) for key, each in full.items()]
     version = _version_of(copies[0].full) if changes else None
     args, kwargs = tree_map_only(cls, lambda each: full[id(each)], (args, kwargs))

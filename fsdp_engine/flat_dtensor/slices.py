@@ -14,11 +14,11 @@ slice, 1-D) and ``_flat`` (a :class:`~fsdp_engine.flat_dtensor.flat_placement.Fl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -228,6 +228,35 @@ def with_full_parameters(cls: Any, func: Function, args: Args, kwargs: Kwargs) -
     if None in full.values():
         return None
     return tree_map_only(cls, lambda value: full[id(value)], (args, kwargs))
+
+
+def mark_mixed(name: str, gathered: Iterable[Any], operands: Any) -> None:
+    """Record, at the functions of autograd that gather tensors, that ``name`` combines the full
+    tensors with plain ones. Ranks may have different plain tensors, and then different gradients.
+
+    Args:
+        name: Name of the function.
+        gathered: The gathered full tensors, or views of them. Other objects are ignored.
+        operands: The operands before the gather.
+    """
+    leaves = [each for each in tree_leaves(operands) if type(each) in (Tensor, nn.Parameter)]
+    if any(_gather_of(each) is None for each in leaves):
+        for each in gathered:
+            if isinstance(each, Tensor) and (node := _gather_of(each)) is not None:
+                node.combined_by = name
+
+
+def _gather_of(tensor: Tensor) -> Any:
+    """Returns the function of autograd that has gathered a full tensor or the base of a view; None
+    if there is none."""
+    node: Any = tensor.grad_fn
+    while node is not None and type(node).__name__ != GATHER:
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node
+
+
+# The class of the function of autograd that gathers a tensor.
+GATHER = "_FullTensorBackward"
 
 
 def refuse_random(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:

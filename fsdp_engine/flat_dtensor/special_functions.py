@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 from fsdp_engine.extension_list import advice_for
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
-from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
 from fsdp_engine.flat_dtensor.slices import (
+    GATHER,
     Args,
     Function,
     Handler,
@@ -151,19 +151,21 @@ def _backward(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> None:
     local.backward(*rest, **kwargs)
 
 
-def _check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterBackref]) -> None:
-    """Check the outputs of ``torch.autograd.grad`` with respect to sharded parameters.
+def _check_leads_to_slices(outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Check the outputs of ``torch.autograd.grad`` with respect to sharded tensors.
 
     Raises:
         ValueError: The graph leads to the full parameter of one of them, whose gradient would have
-            to be reduced.
+            to be reduced. Or a gathered tensor was combined with plain tensors, which may differ
+            between the ranks, so that its gradient is the mean over the ranks.
     """
+    backrefs = [each.backref for each in inputs if each.backref is not None]
     names = {
         id(backref.full_param): backref.name
         for backref in backrefs
         if backref.full_param is not None
     }
-    waiting = [getattr(output, "grad_fn", None) for output in outputs] if names else []
+    waiting = [getattr(output, "grad_fn", None) for output in outputs] if inputs else []
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop()
@@ -177,6 +179,14 @@ def _check_leads_to_slices(outputs: Sequence[Any], backrefs: Sequence[ParameterB
                 f"{name}, whose gradient is reduced over the ranks by backward() only. Call "
                 "backward() and read .grad, or shard at level no_shard without mixed precision"
             )
+        if type(node).__name__ == GATHER and (combined_by := getattr(node, "combined_by", "")):
+            found = node.flat.name or f"a sharded tensor of shape {tuple(node.flat.shape)}"
+            raise ValueError(
+                f"autograd.grad: expected no sharded tensor that {combined_by} combines with plain "
+                f"tensors, which may differ between the ranks; found {found}. Its gradient would "
+                "be the mean over the ranks. For this rank's gradient take full = "
+                "p.full_tensor().detach().requires_grad_() in place of p"
+            )
         waiting += [following for following, _ in node.next_functions]
 
 
@@ -185,10 +195,8 @@ def _grad(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
     outputs = args[0] if args else kwargs["outputs"]
     inputs = args[1] if len(args) > 1 else kwargs["inputs"]
     inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
-    backrefs = [
-        value.backref for value in inputs if isinstance(value, cls) and value.backref is not None
-    ]
-    _check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, backrefs)
+    sharded = [value for value in inputs if isinstance(value, cls)]
+    _check_leads_to_slices((outputs,) if isinstance(outputs, Tensor) else outputs, sharded)
     seeds = (*args[2:3], kwargs.get("grad_outputs"))
     for seed in tree_leaves(seeds):
         if isinstance(seed, cls):

@@ -568,8 +568,8 @@ def _begin_backward(
     return begin
 
 
-def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor) -> None:
-    if grad.grad_fn is not None:  # of a backward with create_graph
+def _report_input_gradient(scheduler: Scheduler, call: Call, grad: Tensor | None) -> None:
+    if torch.is_grad_enabled() and grad is not None and grad.grad_fn is not None:  # create_graph
         call.unit.await_recorded(grad.grad_fn)
     scheduler.on_input_gradient(call)
 

@@ -270,3 +270,24 @@ def test_an_optimizer_that_needs_matrices_is_refused_in_one_sentence() -> None:
     optimizer = torch.optim.Muon([param], lr=0.1)
     with pytest.raises(RuntimeError, match=r"Muon: expected .* found one that needs full tensors"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["optim", "optim_grads_params"])
+@on_ranks(2)
+def test_inner_gradients_of_data_of_one_rank_are_refused(level: str) -> None:
+    model = nn.Linear(6, 6)
+    fe.shard(model, strategy=level, initial_values="rank0")
+    batch = torch.full((8, 6), float(dist.get_rank()))
+    clone = model.weight.clone()
+    loss = F.linear(batch, clone).square().mean()
+    with pytest.raises(ValueError, match=r"no sharded tensor that linear combines.*weight"):
+        torch.autograd.grad(loss, clone, retain_graph=True)
+    with pytest.raises(ValueError, match=r"no sharded tensor that matmul combines.*weight"):
+        torch.autograd.grad((batch @ clone.t()).sum(), clone)
+    penalty = (clone @ clone.T).square().sum()
+    (found,) = torch.autograd.grad(penalty, clone)
+    full = clone.full_tensor().detach().requires_grad_()
+    (expected,) = torch.autograd.grad((full @ full.T).square().sum(), full)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    loss.backward()
+    assert model.weight.grad is not None
