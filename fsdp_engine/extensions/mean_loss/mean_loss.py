@@ -82,8 +82,9 @@ class _StepLosses:
         elif not self.num_reached:
             raise RuntimeError(
                 "backward of mean_loss(): expected cleared gradients before a step's first "
-                "microbatch (optimizer.zero_grad()); found some, which would be divided by the "
-                "number of samples of this step"
+                "microbatch; found some, which would be divided by the number of samples of this "
+                "step. Run all microbatches of a step but the last under engine.no_sync(), and "
+                "optimizer.zero_grad() after each step"
             )
         self.num_reached += 1
         self.totals += added
@@ -310,7 +311,8 @@ def mean_loss(engine: Engine, loss_sum: Tensor, count: float | Tensor) -> Tensor
 
     Backward of each rank's own mean would give the mean of means, which differs if the numbers of
     samples (or tokens) differ. Call this function once per microbatch, on every rank, before the
-    backward of the microbatch; the first call is collective. The value of the tensor is not the
+    backward of the microbatch, and run all backwards of a step but the last under
+    ``engine.no_sync()``; the first call is collective. The value of the tensor is not the
     mean: see ``last_mean_loss``. Include the complete loss of a microbatch in the sum; multiply a
     term ``c`` that is not a mean over samples by the count (``count * c``). Microbatches whose
     backward does not run, or whose gradients are cleared, do not count. The result can be
