@@ -553,11 +553,14 @@ class Engine:
         optimizer.
 
         Raises:
-            RuntimeError: A gradient is not reduced. The message names the parameter.
+            RuntimeError: A gradient is not reduced; the message names the parameter. Or a forward
+                computes with full weights, which the step would not change.
         """
         groups = optimizer.param_groups
         params = (param for group in groups for param in group["params"])
         self.reductions.check_reduced(params, "optimizer step")
+        if not self.scheduler.is_at_rest and self.is_stepped_by(optimizer):
+            self.scheduler.check_not_computing("optimizer step")
         self.scheduler.note_gradients(optimizer)
         if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # other ranks may still gather these weights

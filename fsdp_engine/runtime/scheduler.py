@@ -517,6 +517,25 @@ class Scheduler:
                 f"{what}: expected no forward or backward in progress; found a {self.phase}"
             )
 
+    def check_not_computing(self, what: str) -> None:
+        """Check that no running forward computes with full weights that a change of the sharded
+        ones would not reach.
+
+        Args:
+            what: Name of the operation in the message.
+
+        Raises:
+            RuntimeError: A forward computes with full weights of a unit.
+        """
+        for unit in self.units if self._forward is not None else ():
+            if unit.uses and unit.trainable and (unit.reshards or unit.needs_refresh):
+                raise RuntimeError(
+                    f"{what}: expected that no forward is running; found the forward of "
+                    f"{unit.label}, which would continue with the old weights. Change weights "
+                    "after the forward of the model, or give each module that runs after the "
+                    "change a unit of its own (units=)"
+                )
+
     @property
     def phase(self) -> str:
         """The current activity, for messages: "forward", "backward", or otherwise "step"."""

@@ -6,6 +6,8 @@ as it does for a plain model. A backward that reads unchanged weights is right.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,3 +129,36 @@ def test_a_graph_without_a_backward_does_not_disturb_steps() -> None:
             losses.append(loss.item())
         found[keeps] = losses
     assert found[True] == found[False]
+
+
+class StepsInForward(nn.Module):
+    """A model whose forward trains, such as one whose ``forward`` is a training step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
+        for _ in range(2):
+            loss = self.linear(x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@on_ranks(2)
+def test_a_step_within_a_forward_is_right_or_refused(level: str) -> None:
+    torch.manual_seed(0)
+    plain = StepsInForward()
+    model = copy.deepcopy(plain)
+    fe.shard(model, strategy=level)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (plain, model)]
+    batch = torch.ones(2, 8)
+    expected = plain(batch, optimizers[0])
+    if level == "no_shard":
+        assert torch.equal(model(batch, optimizers[1]), expected)
+        return
+    with pytest.raises(RuntimeError, match="expected that no forward is running; found the forw"):
+        model(batch, optimizers[1])
