@@ -64,7 +64,7 @@ class FlatDTensor(DTensor):
 
     # Slots that copies and pickles contain, besides the placement.
     _COPIED = ("_zeroed_at", "_whole", "_whole_at", "takes_slices", "is_gradient")
-    __slots__ = ("_flat", "_aliases", "backref", *_COPIED)
+    __slots__: tuple[str, ...] = ("_flat", "_aliases", "backref", *_COPIED)
 
     _flat: FlatPlacement
     _zeroed_at: int | None
@@ -536,6 +536,10 @@ class FlatDTensor(DTensor):
                 return self._stepped()[box.start - first : box.stop - first].view(box.sizes)
         raise ValueError(f"{index.fqn}: expected a chunk of {self}; found offset {index.offset}")
 
+
+# Stagers of torch's checkpoints copy the attributes that ``__slots__`` lists, so it lists those of
+# the base class, too.
+FlatDTensor.__slots__ = (*DTensor.__slots__, *FlatDTensor.__slots__)
 
 _aten = torch.ops.aten
 _AUTOGRAD_FUNCTIONS = {
