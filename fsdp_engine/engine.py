@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
 from fsdp_engine.comm.lanes import Lane
@@ -53,7 +54,8 @@ _REPLACEMENTS = {
 
 # Keys and values are weak references: an engine refers to its model, and a value that refers to its
 # key would never be collected. The model's hooks keep the engine alive.
-_ENGINES: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_ENGINES: MutableMapping[nn.Module, weakref.ref[Engine]]
+_ENGINES = WeakIdKeyDictionary()  # Compares by identity: modules may define ``==``.
 
 
 class EnginePart(Protocol):

@@ -17,6 +17,7 @@ from fsdp_engine.buffers.published_gradients import local_part
 from fsdp_engine.buffers.sharded_buffer import Gather, ShardedBuffer
 from fsdp_engine.comm.collectives import Steps
 from fsdp_engine.comm.lanes import Chain
+from fsdp_engine.flat_dtensor import share_attributes
 from fsdp_engine.memory import allocator as mem
 
 # The tag of the messages of these gathers. Tags from FIRST_TAG on belong to buffers.
@@ -71,10 +72,12 @@ def main_parameters(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> list[nn.
     """Returns the parameters as views of ``main``, the result of :func:`gather_main`. Not
     collective."""
     requires_grad = buffer.kind.requires_grad
-    return [
-        buffer.as_parameter(index, nn.Parameter(main.full(index), requires_grad))
-        for index in range(len(buffer.records))
-    ]
+    params = []
+    for index, sharded in enumerate(buffer.sharded_params):
+        param = buffer.as_parameter(index, nn.Parameter(main.full(index), requires_grad))
+        share_attributes(param, sharded)
+        params.append(param)
+    return params
 
 
 def write_main(buffer: ParamAndGradBuffer, main: ShardedBuffer) -> None:

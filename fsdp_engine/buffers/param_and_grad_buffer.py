@@ -44,6 +44,7 @@ from fsdp_engine.flat_dtensor import (
     gradients_of,
     requires_grad_of,
     set_contents,
+    share_attributes,
 )
 from fsdp_engine.flat_dtensor.given_slices import watch_slice
 from fsdp_engine.flat_dtensor.parameter_access import ParameterAccess, ParamHooks
@@ -140,6 +141,7 @@ class ParamAndGradBuffer:
             marks = codec.marks(param)
             full.__dict__.update(marks)
             sharded.__dict__.update(marks)
+            share_attributes(full, sharded)
         self.hooks = ParamHooks(names, [record.param for record in self.records])
         self.reads = ParameterAccess(self.full_params, names, self.hooks)
         self._watch_changes()

@@ -10,6 +10,7 @@ from fsdp_engine.flat_dtensor.parameters import (
     requires_grad_of,
     set_contents,
     set_gradients,
+    share_attributes,
     versions_of,
 )
 from fsdp_engine.flat_dtensor.tensor import FlatDTensor
@@ -27,5 +28,6 @@ __all__ = [
     "requires_grad_of",
     "set_contents",
     "set_gradients",
+    "share_attributes",
     "versions_of",
 ]

@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_engine.flat_dtensor.slices import unwrap
@@ -66,6 +66,15 @@ def set_contents(param: Tensor, other: Tensor) -> None:
     for name in ("_local_tensor", "_spec", "_flat"):
         if hasattr(other, name):
             setattr(param, name, getattr(other, name))
+
+
+def share_attributes(param: nn.Parameter, other: nn.Parameter) -> None:
+    """Give ``param`` the attributes that users set on ``other``, now and later, and conversely.
+
+    It has no effect if ``param`` is of a class with attributes of its own.
+    """
+    if type(param) in (nn.Parameter, DTensor):
+        param.__dict__ = other.__dict__
 
 
 def any_requires_grad(params: Sequence[Tensor]) -> bool:

@@ -49,6 +49,9 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 class FlatDTensor(DTensor):
     """A row-major tensor of which this rank holds one flat slice. See the module docstring.
 
+    The engine's attributes are slots: ``__dict__`` has only the attributes that users set, which
+    the full parameter shares.
+
     Attributes:
         takes_slices: Whether functions use the slice of full plain operands, such as the mask of a
             gradient, which must then be equal on all ranks. Results of elementwise functions
@@ -59,16 +62,19 @@ class FlatDTensor(DTensor):
         backref: A reference to the engine's buffer. None: the tensor is not an engine's parameter.
     """
 
+    # Slots that copies and pickles contain, besides the placement.
+    _COPIED = ("_zeroed_at", "_whole", "_whole_at", "takes_slices", "is_gradient")
+    __slots__: tuple[str, ...] = ("_flat", "_aliases", "backref", *_COPIED)
+
     _flat: FlatPlacement
-    _zeroed_at: int | None = None
-    _whole: Tensor | None = None
-    _whole_at: int | None = None
-    takes_slices: bool = False
-    is_gradient: bool = False
-    backref: ParameterBackref | None = None
-    # Tensors over the same memory that ``.data`` and ``.detach()`` have returned. This attribute is
-    # not copied with the tensor.
-    _aliases: list[weakref.ref[FlatDTensor]] | None = None
+    _zeroed_at: int | None
+    _whole: Tensor | None
+    _whole_at: int | None
+    takes_slices: bool
+    is_gradient: bool
+    backref: ParameterBackref | None
+    # Tensors over the same memory that ``.data`` and ``.detach()`` have returned.
+    _aliases: list[weakref.ref[FlatDTensor]] | None
 
     # --- plain tensors ---
 
@@ -100,6 +106,9 @@ class FlatDTensor(DTensor):
         # DTensor.__init__ is not called: it does nothing and takes twice as long as this function.
         tensor: Any = cls.__new__(cls, local, flat.spec(local.dtype), requires_grad=False)
         tensor._flat = flat
+        tensor._zeroed_at = tensor._whole = tensor._whole_at = None
+        tensor._aliases = tensor.backref = None
+        tensor.takes_slices = tensor.is_gradient = False
         result: FlatDTensor = tensor
         return result
 
@@ -459,8 +468,7 @@ class FlatDTensor(DTensor):
             raise RuntimeError("deepcopy: expected a leaf; found a FlatDTensor with a graph")
         new = self._wrap(self._stepped().clone(), self._flat)
         memo[id(self)] = _with_requires_grad(new, self.requires_grad)
-        attributes = {key: each for key, each in self.__dict__.items() if key != "_aliases"}
-        new.__dict__.update(copy.deepcopy(attributes, memo))
+        _set_attributes(new, copy.deepcopy(self._copied_attributes(), memo))
         new.grad = copy.deepcopy(self.grad, memo)
         return new
 
@@ -475,9 +483,14 @@ class FlatDTensor(DTensor):
             _warn_of_pickle(flat)
         return self._reduced()
 
+    def _copied_attributes(self) -> dict[str, Any]:
+        attributes = {name: getattr(self, name) for name in self._COPIED} | vars(self)
+        # The full parameter's gradient, which belongs to a flat buffer.
+        attributes.pop("main_grad", None)
+        return attributes
+
     def _reduced(self) -> tuple[Callable[..., FlatDTensor], tuple[Any, ...]]:
-        omitted = ("_flat", "_aliases")
-        state = {key: each for key, each in self.__dict__.items() if key not in omitted}
+        state = self._copied_attributes()
         return _rebuild, (type(self), self._stepped(), self._flat, self.requires_grad, state)
 
     @property
@@ -523,6 +536,10 @@ class FlatDTensor(DTensor):
                 return self._stepped()[box.start - first : box.stop - first].view(box.sizes)
         raise ValueError(f"{index.fqn}: expected a chunk of {self}; found offset {index.offset}")
 
+
+# Stagers of torch's checkpoints copy the attributes that ``__slots__`` lists, so it lists those of
+# the base class, too.
+FlatDTensor.__slots__ = (*DTensor.__slots__, *FlatDTensor.__slots__)
 
 _aten = torch.ops.aten
 _AUTOGRAD_FUNCTIONS = {
@@ -587,8 +604,13 @@ def _rebuild(
     state: dict[str, Any],
 ) -> FlatDTensor:
     tensor = _with_requires_grad(cls._wrap(local, flat), requires_grad)
-    tensor.__dict__.update(state)
+    _set_attributes(tensor, state)
     return tensor
+
+
+def _set_attributes(tensor: FlatDTensor, state: dict[str, Any]) -> None:
+    for name, value in state.items():
+        setattr(tensor, name, value)
 
 
 # Files that were saved before version 0.1.0 refer to two modules by other names.

@@ -115,9 +115,8 @@ def outside_checkpoints(method: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-# Keys and values are weak references: hooks refer to their module, and a value that refers to its
-# key would never be collected.
-_HOOKS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ModuleHooks]] = weakref.WeakKeyDictionary()
+# The hooks of each module, by its ``id``, because modules may define ``==``.
+_HOOKS: weakref.WeakValueDictionary[int, ModuleHooks] = weakref.WeakValueDictionary()
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
@@ -145,8 +144,9 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 def hooks_of(module: nn.Module) -> ModuleHooks | None:
     """Returns the engine's hooks on ``module``; None: it has none."""
-    reference = _HOOKS.get(module)
-    return reference() if reference is not None else None
+    hooks = _HOOKS.get(id(module))
+    # The engine may keep the hooks of a deleted module, whose id another module has now.
+    return hooks if hooks is not None and hooks.is_on(module) else None
 
 
 class _Entered:
@@ -245,6 +245,10 @@ class ModuleHooks:
         self._module = weakref.ref(module)
         self._register(module)
 
+    def is_on(self, module: nn.Module) -> bool:
+        """Returns whether these are the hooks on ``module``."""
+        return self._module() is module
+
     def _register(self, module: nn.Module) -> None:
         """Register the hooks so that they run before and after the user's present hooks."""
 
@@ -254,7 +258,7 @@ class ModuleHooks:
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             return self.after(output)
 
-        _HOOKS[module] = weakref.ref(self)
+        _HOOKS[id(module)] = self
         if module._compiled_call_impl is not None:
             # module.compile() compiles a call with its hooks. Our hooks are called outside of the
             # compiled call, so that it remains one graph.
@@ -521,7 +525,7 @@ def _children_without_hooks(module: nn.Module) -> Iterator[nn.Module]:
     and the descendants of these modules."""
     yield module
     for child in module.children():
-        if child not in _HOOKS:
+        if hooks_of(child) is None:
             yield from _children_without_hooks(child)
 
 

@@ -106,9 +106,10 @@ def check_same(
     Raises:
         ValueError: ``fn`` changes a dtype or the device. The message names a parameter.
     """
+    ids = set(map(id, modules))
     for buffer in buffers:
         for record in buffer.records:
-            if any(module in modules for module, _ in record.holders):
+            if any(id(module) in ids for module, _ in record.holders):
                 main = buffer.weights.main.tensor
                 found = fn(allocator.empty(0, main.dtype, main.device))
                 if (found.dtype, found.device) != (main.dtype, main.device):

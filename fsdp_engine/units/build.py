@@ -113,8 +113,8 @@ class EngineSetup:
         return self.settings.axis_plans
 
 
-# Modules with a parameter that a unit owns.
-_OWNED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Modules with a parameter that a unit owns, by ``id``, because modules may define ``==``.
+_OWNED: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 # The buffer of each sharded parameter, and the index of the parameter in the buffer.
 _BUFFERS: MutableMapping[Tensor, tuple[weakref.ref[ParamAndGradBuffer], int]]
 _BUFFERS = WeakIdKeyDictionary()
@@ -135,7 +135,7 @@ def owned_within(model: nn.Module) -> str | None:
 
     Returns None if there is no such module.
     """
-    owned = (name for name, module in model.named_modules() if module in _OWNED)
+    owned = (name for name, module in model.named_modules() if id(module) in _OWNED)
     name = next(owned, None)
     return None if name is None else label_of(name)
 
@@ -381,7 +381,7 @@ def build_unit(
             same_on_replicas(buffer)
     for buffer in buffers:
         for record in buffer.records:
-            _OWNED.update(module for module, _ in record.holders)
+            _OWNED.update((id(module), module) for module, _ in record.holders)
             mark_as_replaced(record.param, record.name)
             del record.param
     return buffers

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -391,6 +392,12 @@ def check_record(record: ParamRecord, settings: PlanSettings) -> None:
         ValueError: The engine does not support it. The message names the parameter.
     """
     param = record.param
+    if any(isinstance(holder, torch.jit.ScriptModule) for holder, _ in record.holders):
+        raise ValueError(
+            f"{record.name}: expected a parameter of a Python module; found a parameter of a "
+            "torch.jit.ScriptModule, which cannot be replaced by a sharded one. Use the module "
+            "that was scripted or traced instead"
+        )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise ValueError(
             f"{record.name}: expected a parameter with a shape; found a lazy one that no "

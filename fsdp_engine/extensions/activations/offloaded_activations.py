@@ -35,17 +35,18 @@ Host memory is reused by size. The next copy to it starts after the last copy fr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine import backend
 from fsdp_engine.comm.copy_lanes import make_copy_lanes
@@ -77,7 +78,7 @@ _PLAIN = (Tensor, FakeTensor)
 # keep their alignment, by which kernels are selected.
 _ALIGNMENT = 512
 # The offload of each model between the preparation and the start of its engine.
-_PREPARED: WeakKeyDictionary[nn.Module, ActivationOffload] = WeakKeyDictionary()
+_PREPARED: MutableMapping[nn.Module, ActivationOffload] = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _torch_module
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_engine.codecs.base import PARAM_CLASSES
 from fsdp_engine.engine import Engine
@@ -40,7 +41,8 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential, nn.ParameterList, nn
 
 # The guard of each module, whose `parameter_assigned` and `module_assigned` are called. Keys and
 # values are weak: a guard refers to its modules, so a strong value would keep its key alive.
-_GUARDS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+_GUARDS: MutableMapping[nn.Module, weakref.ref[Any]]
+_GUARDS = WeakIdKeyDictionary()  # Compares by identity: modules may define ``==``.
 
 
 class AssignmentGuard(ParameterGuard):

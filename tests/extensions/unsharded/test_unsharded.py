@@ -188,3 +188,15 @@ def test_edits_that_cannot_be_written_back_raise_on_all_ranks(
             after = full_weights(model)
             assert_same({name: after[name] for name in before}, before)
         model(TOKENS).sum().backward()
+
+
+@on_ranks(2)
+def test_full_main_weights_have_the_attributes_of_their_parameters() -> None:
+    for level in LEVELS:
+        model = nn.Sequential(nn.Linear(4, 4))
+        engine = fe.shard(model, strategy=level)
+        model[0].weight.mark = "outside"  # type: ignore[assignment]
+        with engine.unsharded():
+            assert model[0].weight.mark == "outside"
+            model[0].weight.other = "within"  # type: ignore[assignment]
+        assert model[0].weight.other == "within"
