@@ -243,7 +243,6 @@ def _refuse_renormalized_rows(model: nn.Module) -> None:
             )
 
 
-@allocator.ordinary_tensors()
 def _warn_of_memory_format(records: Iterable[ParamRecord]) -> None:
     """Warn once if parameters have a memory format of channels, which slices cannot have."""
     for record in records:
@@ -256,11 +255,12 @@ def _warn_of_memory_format(records: Iterable[ParamRecord]) -> None:
                 f"{record.name}: expected a row-major parameter; found {memory_format}. The engine "
                 "stores all parameters row-major, with the same results. Convert the input instead "
                 f"of the model: x.to(memory_format={memory_format})",
-                stacklevel=4,
+                stacklevel=5,
             )
             return
 
 
+@allocator.ordinary_tensors()
 def make_engine(
     model: nn.Module,
     mesh: DeviceMesh | None,
