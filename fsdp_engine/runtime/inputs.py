@@ -67,7 +67,7 @@ def map_tensors(
         items = [map_tensors(function, item, exchange) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _same_tuple(tree, items)
     changes = [
         (key, value, new)
         for key, value in _slots(tree)
@@ -135,6 +135,18 @@ def _set(tree: Any, key: Any, value: Any) -> None:
         tree[key] = value
     else:
         object.__setattr__(tree, key, value)
+
+
+def _same_tuple(tree: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Returns a tuple of ``items`` with the type and the attributes of ``tree``."""
+    kind = type(tree)
+    if hasattr(kind, "n_sequence_fields"):  # types of C, such as torch.return_types.max
+        return kind(items)
+    # The constructors of namedtuples and of users' classes may have other parameters.
+    made = tuple.__new__(kind, items)
+    if attributes := getattr(tree, "__dict__", None):
+        vars(made).update(attributes)
+    return made
 
 
 def _changed_copy(tree: Any, changes: list[tuple[Any, Any]]) -> Any:

@@ -6,7 +6,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -131,6 +131,36 @@ def a_view_of_another(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+class Marked(tuple[Tensor, Tensor]):
+    """A tuple of a user's own class, whose constructor has parameters of its own."""
+
+    name: str
+
+    def __new__(cls, first: Tensor, second: Tensor, *, name: str) -> Marked:
+        made = super().__new__(cls, (first, second))
+        made.name = name
+        return made
+
+
+class Two(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def exchange_tuples(block: Block, marked: Marked, two: Two, largest: Any) -> tuple[Marked, Two]:
+    assert type(largest) is torch.return_types.max
+    marked = Marked(marked[1], block.run(marked[0]) + largest.values, name=marked.name + "i")
+    return marked, Two(two.second, block.run(two.first))
+
+
+def tuples_of_all_kinds(blocks: Any, x: Tensor) -> Tensor:
+    marked, two = Marked(x, x * 2, name=""), Two(x, x * 3)
+    for block in blocks:
+        marked, two = block(marked, two, torch.max(two.first, 0))
+    assert marked.name == "iii"
+    return marked[0] * marked[1] + two.first * two.second
+
+
 HABITS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (fill_a_list, through_a_list_alone),
     (fill_containers, partial(through_containers, dict)),
@@ -139,6 +169,7 @@ HABITS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (change_two, two_inputs),
     (add_to_columns, one_that_needed_no_gradient),
     (change_a_view, a_view_of_another),
+    (exchange_tuples, tuples_of_all_kinds),
 ]
 
 
