@@ -324,6 +324,8 @@ def _has_other_slice(tensor: Any, other: Any) -> bool:
 
 def _as_views(result: Any, copies: Sequence[GatheredCopy]) -> Any:
     """Returns ``result``, with views of the full tensors converted to :class:`GatheredView`."""
+    if isinstance(result, torch.Size):  # which tree_map_only converts to a tuple
+        return result
 
     def as_view(tensor: Tensor) -> Tensor:
         for copy in copies:

@@ -12,8 +12,10 @@ Full parameters of a unit can be freed when no function of its backward reads th
 last gradient of a trainable parameter does not show this, because the gradient of the input may
 still need a frozen weight. So each input is passed through a view, and autograd visits the node of
 the view after all functions of the unit. The unit's backward has ended when autograd has visited
-the views of all inputs that this backward reaches. The views share memory with the inputs, so if
-the unit changes an input in place, the user's tensor is changed.
+the views of all inputs that this backward reaches. The views share memory and Python attributes
+with the inputs, so if the unit changes an input in place, the user's tensor is changed. If it gives
+a view other memory (``x.data = ...``, ``x.set_()``), the user's tensor gets this memory after the
+call. A unit must not free or reshape its inputs.
 
 If an input is changed in place, autograd does not visit the node of its view, so the backward of
 such a call counts as running until ``loss.backward()`` returns. The gradient of the changed tensor
@@ -54,12 +56,14 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
 from fsdp_engine.extension_list import implementation
-from fsdp_engine.memory.allocator import storage_keys
+from fsdp_engine.memory.allocator import begin_together, storage_keys
 from fsdp_engine.runtime.inputs import (
     Exchange,
     Inputs,
+    carry_attributes,
     cast_to,
     containers_in,
+    follow_views,
     is_of,
     iter_tensors,
     map_tensors,
@@ -163,6 +167,8 @@ class _Entered:
             no cast.
         inputs: The inputs in all other cases.
         containers: The inputs that can contain tensors.
+        views: For each view that the module receives, its input, the view, and whether both share
+            a storage.
         began: The sequence number of the first function that autograd records in the call.
         handled_exception: The exception whose ``except`` block contains the call, or None. At the
             end of the call, another current exception means that the forward has failed.
@@ -177,6 +183,7 @@ class _Entered:
         "only_input",
         "repeats",
         "units",
+        "views",
         "wants_calls",
     )
 
@@ -189,6 +196,7 @@ class _Entered:
         self.only_input: tuple[Tensor, int] | None = None
         self.inputs: Inputs | None = None
         self.containers: Sequence[Any] = ()
+        self.views: list[tuple[Tensor, Tensor, bool]] = []
         self.began = 0
 
 
@@ -333,14 +341,14 @@ class ModuleHooks:
                     return args, kwargs
                 entered.only_input = (tensor, version_of(tensor))
                 if tensor.requires_grad:
-                    args = (self._listen(calls, tensor),)
+                    args = (self._listen(entered, tensor),)
                 entered.began = next_function()
                 return args, kwargs
         inputs = entered.inputs = Inputs((args, kwargs))
         if self._input_dtype is not None:
             inputs.cast(self._input_dtype)
         if calls:
-            inputs.mark(partial(self._listen, calls))
+            inputs.mark(partial(self._listen, entered))
         entered.began = next_function()
         return inputs.arguments
 
@@ -381,6 +389,7 @@ class ModuleHooks:
         # See [Note: Casts of autocast].
         torch.clear_autocast_cache()
         inputs = entered.inputs
+        problem = follow_views(entered.views)
         if inputs is not None:
             inputs.take_back()
         given = output
@@ -395,6 +404,8 @@ class ModuleHooks:
         # torch also calls this hook, with the output None, when forward has raised an exception.
         has_failed = output is None and sys.exc_info()[1] is not entered.handled_exception
         try:
+            if problem is not None and not has_failed:
+                raise RuntimeError(f"forward of unit {calls[0].unit.label}: {problem}")
             if calls and not has_failed:
                 entries = self._gradient_entries(entered, calls, output)
                 has_backward = self._listen_for_backward(entered, calls, entries)
@@ -499,10 +510,16 @@ class ModuleHooks:
             found += [tensor for tensor in changed if tensor.grad_fn is not None]
         return found
 
-    def _listen(self, calls: list[Call], tensor: Tensor) -> Tensor:
+    def _listen(self, entered: _Entered, tensor: Tensor) -> Tensor:
         """Returns a view of ``tensor`` with a hook on its gradient."""
         view = tensor.view_as(tensor)
-        for call in calls:
+        carry_attributes(tensor, view)
+        # Tensors of torch.vmap have no storage, and some subclasses have several.
+        share_storage = torch._C._has_storage(view) and (
+            type(view) is Tensor or begin_together(view, tensor)
+        )
+        entered.views.append((tensor, view, share_storage))
+        for call in entered.calls:
             call.has_boundary = True
             view.register_hook(partial(_report_input_gradient, self._scheduler, call))
         return view

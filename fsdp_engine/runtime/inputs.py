@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def iter_tensors(tree: Any) -> Iterator[torch.Tensor]:
@@ -67,7 +67,7 @@ def map_tensors(
         items = [map_tensors(function, item, exchange) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+        return _same_tuple(tree, items)
     changes = [
         (key, value, new)
         for key, value in _slots(tree)
@@ -137,6 +137,18 @@ def _set(tree: Any, key: Any, value: Any) -> None:
         object.__setattr__(tree, key, value)
 
 
+def _same_tuple(tree: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Returns a tuple of ``items`` with the type and the attributes of ``tree``."""
+    kind = type(tree)
+    if hasattr(kind, "n_sequence_fields"):  # types of C, such as torch.return_types.max
+        return kind(items)
+    # The constructors of namedtuples and of users' classes may have other parameters.
+    made = tuple.__new__(kind, items)
+    if attributes := getattr(tree, "__dict__", None):
+        vars(made).update(attributes)
+    return made
+
+
 def _changed_copy(tree: Any, changes: list[tuple[Any, Any]]) -> Any:
     """Returns a copy of ``tree`` with ``changes`` applied. It has the same type and attributes."""
     if isinstance(tree, Mapping) and not isinstance(tree, MutableMapping):
@@ -165,7 +177,8 @@ class Inputs:
     def __init__(self, tree: Any) -> None:
         self._given = self._tree = tree
         self._exchanges: list[Exchange] = []
-        self._casts: dict[int, tuple[Tensor, Tensor]] = {}
+        # The tensor, its cast, and the memory of the cast before the call.
+        self._casts: dict[int, tuple[Tensor, Tensor, torch.UntypedStorage | None]] = {}
         self._known: dict[int, tuple[Tensor, int]] = {}
         self.views: list[Tensor] = []
 
@@ -183,7 +196,8 @@ class Inputs:
                 new = cast_to(dtype, tensor)
             self._known[id(tensor)] = (tensor, version_of(tensor))
             # A tensor that is passed twice is cast once, as modules compare inputs by identity.
-            return self._casts.setdefault(id(tensor), (tensor, new))[1]
+            memory = new.untyped_storage() if torch._C._has_storage(new) else None
+            return self._casts.setdefault(id(tensor), (tensor, new, memory))[1]
 
         self._replace(cast)
 
@@ -201,12 +215,15 @@ class Inputs:
 
     def take_back(self) -> None:
         """Put the user's tensors back into the user's containers, when the module has returned.
-        In-place changes of casts are copied into the user's tensors."""
+        Changes of casts are copied into the user's tensors."""
         for exchange in reversed(self._exchanges):
             exchange.undo()
-        for tensor, cast in self._casts.values():
+        for tensor, cast, memory in self._casts.values():
             if version_of(cast) > 0:
-                tensor.copy_(cast)
+                if not _is_freed(cast):
+                    tensor.copy_(cast)
+            elif memory is not None and cast.untyped_storage()._cdata != memory._cdata:
+                tensor.data = cast.detach().to(tensor.dtype)  # as forward did with ``cast.data``
 
     def changed(self) -> list[Tensor]:
         """Returns the inputs that were changed in place."""
@@ -249,4 +266,65 @@ def is_of(dtype: torch.dtype, tensor: Tensor) -> bool:
 
 def cast_to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     """Cast ``tensor`` to ``dtype`` if it is floating-point."""
-    return tensor if is_of(dtype, tensor) else tensor.to(dtype)
+    if is_of(dtype, tensor):
+        return tensor
+    cast = tensor.to(dtype)
+    carry_attributes(tensor, cast)
+    return cast
+
+
+def carry_attributes(source: Tensor, target: Tensor) -> None:
+    """Give ``target``, a view or a cast of ``source``, the Python attributes of ``source``. They
+    share the dict, so that later changes appear on both, unless the class of ``target`` has
+    attributes of its own."""
+    if type(source) not in (type(target), nn.Parameter):
+        return
+    if own := vars(target):
+        for name, value in vars(source).items():
+            own.setdefault(name, value)
+    else:
+        target.__dict__ = vars(source)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Returns whether elements of ``tensor`` have no memory."""
+    has_storage = torch._C._has_storage(tensor)
+    return has_storage and tensor.numel() > 0 and not tensor.untyped_storage().nbytes()
+
+
+def follow_views(views: Iterable[tuple[Tensor, Tensor, bool]]) -> str | None:
+    """Apply to inputs what forward did to the views that it received in place of them.
+
+    A view shares its memory with the input, so in-place operations have changed the input. But
+    ``view.data = ...`` and ``view.set_()`` give only the view other memory.
+
+    Args:
+        views: For each view, the input, the view, and whether they shared a storage before forward.
+
+    Returns:
+        None, or the message of an error if an input cannot follow its view.
+    """
+    problem = None
+    for tensor, view, share_storage in views:
+        if type(view) is not Tensor:
+            carry_attributes(view, tensor)
+        if not share_storage:
+            continue
+        memory = view.untyped_storage()
+        if memory._cdata != tensor.untyped_storage()._cdata or view.dim() != tensor.dim():
+            tensor.data = view.detach()
+        elif view.shape != tensor.shape or view.stride() != tensor.stride():
+            problem = (
+                "expected forward to leave the order of the dims of its inputs; found an input "
+                f"of shape {tuple(tensor.shape)} and strides {tensor.stride()} that has "
+                f"{tuple(view.shape)} and {view.stride()} after forward (by a function such as "
+                "t_ or transpose_). Use the function that returns a new tensor"
+            )
+        elif not memory.nbytes() and _is_freed(view):
+            problem = (
+                "expected forward to leave the memory of its inputs; found that it has freed an "
+                f"input of shape {tuple(tensor.shape)}. Keep the inputs (keep_input=True in "
+                "memcnn), or put the blocks that free their inputs and the layer before them into "
+                "one module, and pass its class as units="
+            )
+    return problem

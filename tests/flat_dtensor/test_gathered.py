@@ -244,6 +244,9 @@ def test_a_view_is_a_tensor_for_everything_else() -> None:
     assert torch.equal(param.detach()[0].clone().zero_(), torch.zeros(8))
     vector = nn.utils.parameters_to_vector(model.parameters())
     torch.testing.assert_close(vector[:40].detach().as_subclass(Tensor), whole.view(-1))
+    for view in (param.unsqueeze(0), param.detach().flatten(), param.expand(2, 5, 8)):
+        assert isinstance(view, GatheredView)
+        assert view.shape.numel() == view.size().numel() == view.numel()
     with torch.no_grad():
         param.copy_(param.T.T + 1)
     torch.testing.assert_close(param.full_tensor().detach(), whole + 1)

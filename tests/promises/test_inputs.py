@@ -6,7 +6,7 @@ from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -131,6 +131,57 @@ def a_view_of_another(blocks: Any, x: Tensor) -> Tensor:
     return x
 
 
+def tag_and_replace(block: Block, tagged: Any, new_data: Tensor, *, more: list[Tensor]) -> Any:
+    out: Any = block.run(tagged * tagged.scale + new_data)
+    out.scale = tagged.scale * 0.5
+    tagged.seen = out.detach().sum()
+    new_data.mul_(2)
+    new_data.data = new_data.data.clamp(-0.2, 0.2)
+    with torch.no_grad():
+        more[0].set_(more[0].detach().clamp(-0.2, 0.2))
+    return out
+
+
+def tags_and_new_memory(blocks: Any, x: Any) -> Tensor:
+    x.scale = 2.0
+    for block in blocks:
+        y, z = x * 3, x * 2
+        before, x = x, block(x, y, more=[z])
+        out = x * x.scale + before * before.seen + y * z
+        out.scale, x = x.scale, out
+    return out
+
+
+class Marked(tuple[Tensor, Tensor]):
+    """A tuple of a user's own class, whose constructor has parameters of its own."""
+
+    name: str
+
+    def __new__(cls, first: Tensor, second: Tensor, *, name: str) -> Marked:
+        made = super().__new__(cls, (first, second))
+        made.name = name
+        return made
+
+
+class Two(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def exchange_tuples(block: Block, marked: Marked, two: Two, largest: Any) -> tuple[Marked, Two]:
+    assert type(largest) is torch.return_types.max
+    marked = Marked(marked[1], block.run(marked[0]) + largest.values, name=marked.name + "i")
+    return marked, Two(two.second, block.run(two.first))
+
+
+def tuples_of_all_kinds(blocks: Any, x: Tensor) -> Tensor:
+    marked, two = Marked(x, x * 2, name=""), Two(x, x * 3)
+    for block in blocks:
+        marked, two = block(marked, two, torch.max(two.first, 0))
+    assert marked.name == "iii"
+    return marked[0] * marked[1] + two.first * two.second
+
+
 HABITS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (fill_a_list, through_a_list_alone),
     (fill_containers, partial(through_containers, dict)),
@@ -139,6 +190,8 @@ HABITS: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
     (change_two, two_inputs),
     (add_to_columns, one_that_needed_no_gradient),
     (change_a_view, a_view_of_another),
+    (tag_and_replace, tags_and_new_memory),
+    (exchange_tuples, tuples_of_all_kinds),
 ]
 
 
@@ -240,3 +293,70 @@ def test_a_batch_norm_trains_under_a_policy_wherever_it_is(place: Place) -> None
     assert model(x).dtype == torch.bfloat16
     model.eval()
     assert model(x).dtype == torch.bfloat16
+
+
+def transpose(block: Block, x: Tensor) -> Tensor:
+    x.t_()
+    return block.run(x.t())
+
+
+def shorten(block: Block, x: Tensor) -> Tensor:
+    x.data = x.data[:2]
+    return block.run(x)
+
+
+def free(block: Block, x: Tensor) -> Tensor:
+    out = block.run(x * 1)
+    x.untyped_storage().resize_(0)
+    return out
+
+
+@everywhere
+def test_a_unit_that_reshapes_or_frees_an_input_of_the_user_is_refused(place: Place) -> None:
+    if place.inner == "no_shard":
+        return
+    for use, found in ((transpose, "has .* after forward"), (shorten, "has"), (free, "freed")):
+        block = nn.Sequential(Block(use))
+        engine = place.shard(block, options=fe.Options(min_unit_size=0))
+        for _ in range(2):
+            x = torch.ones(6, DIM, requires_grad=True)
+            with pytest.raises(RuntimeError, match=f"forward of unit .*expected.*found .*{found}"):
+                block(x * 1)
+        block[0].use = Block.run
+        block(x * 1).sum().backward()
+        assert x.grad is not None
+        engine.reset()
+
+
+@everywhere
+def test_a_cast_of_an_input_has_its_attributes_and_hands_on_new_memory(place: Place) -> None:
+    def use(block: Block, x: Any, y: Any) -> Tensor:
+        assert x.dtype == y.dtype == torch.bfloat16
+        x.tag, y.tag = x.tag + 1, y.tag + 1
+        for each in (x, y):
+            each.data = each.data * 0 + 2
+        return block.run(x) + y
+
+    def drive(blocks: Any, x: Any) -> Any:
+        x.tag = 5
+        return x
+
+    model = Model(use, drive)
+    policy = fe.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+    place.shard(model, mp_policy=policy)
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        x, y = (torch.randn(2, DIM, requires_grad=grad) for grad in (True, False))
+        with mode():
+            given: Any = (x * 1, y * 1)
+            for each in given:
+                each.tag = 0
+            out = model.blocks[0](*given)
+            whole: Any = model(x)
+            assert (whole.dtype, whole.tag) == (torch.float32, 5)
+            for each in given:
+                assert (each.dtype, each.tag) == (torch.float32, 1)
+                assert torch.equal(each, torch.full((2, DIM), 2.0))
+        if out.requires_grad:
+            (out.sum() + given[0].sum()).backward()
+            assert x.grad is not None
+            assert (x.grad != 0).any()

@@ -31,6 +31,7 @@ import gc
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -148,12 +149,14 @@ def _tensors_in(roots: list[Any]) -> Iterator[Tensor]:
             # CPython reads the attributes of an object more slowly for the rest of its life.
             continue
         seen.add(id(each))
-        if isinstance(each, Mapping):
-            stack.extend(each.values())
-        elif isinstance(each, (list, tuple, deque, Set)):
-            stack.extend(each)
-        else:
-            stack.extend(getattr(each, "__dict__", {}).values())
-            slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
-            names = [name for row in slots for name in ([row] if isinstance(row, str) else row)]
-            stack.extend(getattr(each, name, None) for name in names if name != "__dict__")
+        # Methods of a user's class may raise. iter() avoids __len__, which a tuple may not support.
+        with suppress(Exception):
+            if isinstance(each, Mapping):
+                stack.extend(iter(each.values()))
+            elif isinstance(each, (list, tuple, deque, Set)):
+                stack.extend(iter(each))
+            else:
+                stack.extend(getattr(each, "__dict__", {}).values())
+                slots = [getattr(kind, "__slots__", ()) for kind in type(each).__mro__]
+                names = [name for row in slots for name in ([row] if isinstance(row, str) else row)]
+                stack.extend(getattr(each, name, None) for name in names if name != "__dict__")

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import fsdp_engine as fe
+from fsdp_engine.extensions.kept_tensors.kept_tensors import FoundTensors
+from fsdp_engine.runtime.kept_tensors import next_function
 from fsdp_engine.runtime.unit import BOTH
 from tests.pool import on_ranks
 from tests.promises import keeping
@@ -54,6 +56,32 @@ def test_tensors_that_units_keep_in_a_queue_or_a_set_have_their_gradients(contai
 
     for loss in keeping.LOSSES:
         keeping.check(keeping.LEVEL_3, keeping.Net(run), loss)
+
+
+class WithoutLength(tuple[Any, ...]):
+    """A tuple that hides its length, as ``o3.Irreps`` of e3nn does."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class WithoutItems(tuple[Any, ...]):
+    def __iter__(self) -> Any:
+        raise NotImplementedError
+
+
+class WithoutAttributes:
+    def __getattr__(self, name: str) -> Any:
+        raise NotImplementedError
+
+
+def test_a_search_passes_objects_whose_methods_raise() -> None:
+    module, began = nn.Module(), next_function()
+    kept = torch.ones(2, requires_grad=True) * 2
+    module.kept = WithoutLength([WithoutItems([1]), WithoutAttributes(), kept])
+    (found,), hidden = FoundTensors().search(began, [], [module], None)
+    assert found is kept
+    assert hidden is None
 
 
 OPTIONS: list[dict[str, Any]] = [
