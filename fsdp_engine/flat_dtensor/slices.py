@@ -185,6 +185,30 @@ def refusal(
             f"scalars, or a full reduction; found {described}{within}. Call .full_tensor() for "
             "the full tensor, .to_local() for the slice"
         )
+    return _marked(error)
+
+
+def slices_differ(func: Function, one: FlatPlacement, other: FlatPlacement) -> ValueError:
+    """Returns the error for a function of two tensors with different slices. The error is marked
+    like that of :func:`refusal`."""
+    where = "; slices of other ranks differ" if one == other else ""
+    return _marked(
+        ValueError(
+            f"{name_of(func)}: mixes two different slices; expected tensors with the same slice on "
+            f"each rank; found {_named(one)} and {_named(other)}{where}. Call .full_tensor() of "
+            "one of them, on all ranks. Parameters of two models have the same slices if each "
+            "model is sharded by its own fe.shard(), with the same arguments and with equal "
+            "requires_grad: freeze parameters afterwards. Saved state has the same slices with "
+            "the same ranks and levels only; use fe.save_checkpoint for others"
+        )
+    )
+
+
+def _named(flat: FlatPlacement) -> str:
+    return f"{flat.name} ({flat})" if flat.name else str(flat)
+
+
+def _marked(error: ValueError) -> ValueError:
     setattr(error, _MARK, True)
     return error
 
@@ -206,7 +230,7 @@ def storage_refusal(name: str, found: str) -> ValueError:
 
 
 def refuses(error: ValueError) -> bool:
-    """Returns whether :func:`refusal` has made the error."""
+    """Returns whether :func:`refusal` or :func:`slices_differ` has made the error."""
     return hasattr(error, _MARK)
 
 
