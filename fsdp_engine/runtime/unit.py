@@ -125,7 +125,6 @@ class Call:
         input_changed: Whether an input was changed in place. Its gradient is then not observed, and
             the backward of this call ends with the complete backward.
         is_pending: Whether the backward of the call is expected or running.
-        follows_another: Whether another call of the unit was pending when this one was created.
         is_retained: Whether a backward of the call retained its graph for another backward.
         schedule: The schedule with which the forward was gathered.
         outer_run: The run of autograd within which the forward ran, if the engine had already used
@@ -134,7 +133,6 @@ class Call:
     """
 
     __slots__ = (
-        "follows_another",
         "has_boundary",
         "input_changed",
         "is_pending",
@@ -167,7 +165,6 @@ class Call:
         self.input_changed = False
         self.is_pending = False
         self.is_retained = False
-        self.follows_another = False
         unit.num_calls += 1
 
     def await_backward(self) -> None:
@@ -177,9 +174,7 @@ class Call:
             self.unit.num_unrecorded += 1
         else:
             pending = self.unit.pending_calls
-            before = pending.get(self.microbatch, 0)
-            self.follows_another = before > 0
-            pending[self.microbatch] = before + 1
+            pending[self.microbatch] = pending.get(self.microbatch, 0) + 1
 
     def finish(self) -> None:
         """Count the call as no longer pending: its backward has ended, or can no longer run."""

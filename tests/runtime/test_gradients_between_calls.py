@@ -119,6 +119,19 @@ def retained_graph(side: Side) -> Iterator[None]:
     yield
 
 
+def retained_graph_and_another_forward(side: Side) -> Iterator[None]:
+    first = side.loss(10)
+    first.backward(retain_graph=True)
+    second = side.loss(20)
+    (first + second).backward(retain_graph=True)
+    yield
+    side.model.zero_grad()
+    (second + side.loss(30)).backward(retain_graph=True)
+    yield
+    first.backward()
+    yield
+
+
 SETS: dict[str, Callable[[Tensor, Tensor], None]] = {
     "attribute": lambda param, grad: setattr(param, "grad", grad),
     "descriptor": lambda param, grad: Tensor.grad.__set__(param, grad),  # type: ignore[attr-defined]
@@ -302,6 +315,7 @@ PROGRAMS: dict[str, Program] = {
             no_sync_nests_and_ends_with_an_exception,
             two_forwards_first,
             retained_graph,
+            retained_graph_and_another_forward,
             missing_on_one_rank_or_all,
             unit_that_one_rank_skips,
             frozen_and_thawed,
@@ -409,3 +423,23 @@ def test_autocast_casts_weights_anew_after_a_step() -> None:
                 optimizer.zero_grad()
                 losses.append(loss.item())
         assert losses[2] < losses[1] < losses[0]
+
+
+@on_ranks(2)
+def test_each_step_of_a_recurrence_runs_the_retained_graphs_of_earlier_steps() -> None:
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected: list[Tensor] = []
+    for level in (None, *LEVELS):
+        torch.manual_seed(0)
+        cell: Any = nn.GRUCell(6, 8).double()
+        if level is not None:
+            fe.shard(cell, strategy=level)
+        for _ in range(2):
+            hidden = torch.zeros(3, 8, dtype=torch.float64)
+            for _ in range(3):
+                hidden = cell(x, hidden)
+                hidden.square().mean().backward(retain_graph=True)
+        if level is None:
+            expected = [param.grad for param in cell.parameters()]
+        for found, grad in zip(full_gradients(cell).values(), expected, strict=True):
+            torch.testing.assert_close(found, grad)
