@@ -43,6 +43,7 @@ from fsdp_engine.flat_dtensor.slices import (
     Function,
     Handler,
     Kwargs,
+    once_differentiable,
     refusal,
     slices_differ,
     unwrap,
@@ -151,7 +152,7 @@ class _SumOverRanks(torch.autograd.Function):
         return reduce_over(value.clone(), flat.groups)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return mean_over_mesh(grad, ctx.flat), None
 
