@@ -3,6 +3,7 @@ Also several forwards within one ``torch.autocast``."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests.models import Chain, Mlp, Skipping, Transformer, token_batch, vector_batch
-from tests.pool import Ranks, on_ranks
+from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.reference import full_gradients, nothing, rank_and_size, relative_error
 from tests.runtime.habits import Choosing
 
@@ -443,3 +444,27 @@ def test_each_step_of_a_recurrence_runs_the_retained_graphs_of_earlier_steps() -
             expected = [param.grad for param in cell.parameters()]
         for found, grad in zip(full_gradients(cell).values(), expected, strict=True):
             torch.testing.assert_close(found, grad)
+
+
+@on_few_ranks
+def test_a_gradient_of_a_parameter_with_a_graph_is_refused() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    for level in LEVELS:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        model = copy.deepcopy(plain)
+        engine = fe.shard(model, strategy=level)
+        plain(x).square().mean().backward()
+        for accumulates in (False, True):
+            for is_penalty in (False, True):
+                if accumulates:
+                    model(x).square().mean().backward()
+                loss = (model[2].bias ** 3).sum() if is_penalty else model(x).square().mean()
+                with pytest.raises(RuntimeError, match=r"expected a gradient of 2\.bias without a"):
+                    loss.backward(create_graph=True)
+                engine.reset()
+                model.zero_grad()
+        # A graph that a failed backward has retained may be freed after the next forward.
+        model(x).square().mean().backward()
+        for found, param in zip(full_gradients(model).values(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, param.grad)
