@@ -38,6 +38,7 @@ from fsdp_engine.flat_dtensor.slices import (
     mark_mixed,
     refusal,
     rewrap,
+    slices_differ,
     unwrap,
 )
 
@@ -59,8 +60,7 @@ def elementwise(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> Any:
             if flat is None:
                 flat = mine
             elif not flat.is_same_on_all_ranks(mine):
-                why = f"mixes two different slices: {_both(flat, mine)}"
-                raise refusal(cls, func, (value,), why)
+                raise slices_differ(func, flat, mine)
             check_inplace(func, value)
             takes_slices = takes_slices or value.takes_slices
             is_gradient = is_gradient or value.is_gradient
@@ -365,13 +365,7 @@ def _check_columns(
 ) -> None:
     for tensor, mine, other in zip(tensors, found, expected, strict=True):
         if mine is not None and not mine.is_same_on_all_ranks(other):
-            why = f"mixes different slices at one index: {_both(other, mine)}"
-            raise refusal(cls, func, (tensor,), why)
-
-
-def _both(one: FlatPlacement | None, other: FlatPlacement) -> str:
-    where = "; slices of other ranks differ" if one == other else ""
-    return (
-        f"{one or 'a plain tensor'} and {other}{where} (state saved by torch.save can only be "
-        "loaded with the same ranks and levels; use fe.save_checkpoint for others)"
-    )
+            if other is None:
+                why = "mixes a plain tensor and a FlatDTensor at one index"
+                raise refusal(cls, func, (tensor,), why)
+            raise slices_differ(func, other, mine)

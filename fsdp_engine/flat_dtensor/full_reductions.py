@@ -38,7 +38,16 @@ from fsdp_engine.comm.collectives import all_reduce_
 from fsdp_engine.flat_dtensor.elementwise import elementwise
 from fsdp_engine.flat_dtensor.flat_placement import FlatPlacement
 from fsdp_engine.flat_dtensor.norms import ROW, real_dtype, slice_norm
-from fsdp_engine.flat_dtensor.slices import Args, Function, Handler, Kwargs, refusal, unwrap
+from fsdp_engine.flat_dtensor.slices import (
+    Args,
+    Function,
+    Handler,
+    Kwargs,
+    once_differentiable,
+    refusal,
+    slices_differ,
+    unwrap,
+)
 
 # The name of the collective in errors. If one rank does not call norm() etc., other ranks wait.
 _EVERY_RANK = "a reduction of a sharded tensor (every rank must call it)"
@@ -143,7 +152,7 @@ class _SumOverRanks(torch.autograd.Function):
         return reduce_over(value.clone(), flat.groups)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         return mean_over_mesh(grad, ctx.flat), None
 
@@ -386,8 +395,10 @@ def _norm_over(norms: Tensor, order: float, flat: FlatPlacement | None) -> Tenso
 def equal(cls: Any, func: Function, args: Args, kwargs: Kwargs) -> bool:
     """Run ``equal`` or ``allclose`` on two FlatDTensors of one slice. All ranks get one result."""
     a, b, *_ = args
-    if not (isinstance(a, cls) and isinstance(b, cls) and a._flat.is_same_on_all_ranks(b._flat)):
-        raise refusal(cls, func, args, "compares tensors of different slices")
+    if not (isinstance(a, cls) and isinstance(b, cls)):
+        raise refusal(cls, func, args, "compares a FlatDTensor and a plain tensor")
+    if not a._flat.is_same_on_all_ranks(b._flat):
+        raise slices_differ(func, a._flat, b._flat)
     is_equal = func(a._local_tensor, b._local_tensor, *args[2:], **kwargs)
     value = torch.scalar_tensor(int(is_equal), dtype=torch.int64, device=a._local_tensor.device)
     return bool(reduce_over(value, a._flat.groups, "min").item())

@@ -14,6 +14,7 @@ slice, 1-D) and ``_flat`` (a :class:`~fsdp_engine.flat_dtensor.flat_placement.Fl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -51,6 +52,33 @@ DRAWS = words(
 )
 
 
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Like torch's decorator of this name. The error for a second derivative names the parameter,
+    whose placement is ``ctx.flat``."""
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            found = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return found
+        if not any(grad is not None and grad.requires_grad for grad in grads):
+            return found
+        message = (
+            "backward: expected only first derivatives of "
+            f"{ctx.flat.name or 'a sharded tensor'}; found a derivative of its gradient, which was "
+            "computed with create_graph=True. Train a model that needs second derivatives of "
+            "parameters without fe.shard(). Gradients of the model's inputs can be differentiated "
+            "again"
+        )
+        outputs = found if isinstance(found, tuple) else (found,)
+        inputs = [None if each is None else each.detach().requires_grad_() for each in outputs]
+        fail: Any = torch._C._functions.DelayedError(message.encode(), len(inputs))
+        return fail(*inputs)
+
+    return wrapper
+
+
 class _Unwrap(torch.autograd.Function):
     """Converts a FlatDTensor to its slice, a differentiable plain tensor."""
 
@@ -62,7 +90,7 @@ class _Unwrap(torch.autograd.Function):
         return local.view_as(local)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         return None if grad is None else as_gradient(ctx.cls._wrap(compact(grad), ctx.flat))
 
@@ -77,7 +105,7 @@ class _Wrap(torch.autograd.Function):
         return cls._wrap(local.detach(), flat)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None
@@ -185,6 +213,30 @@ def refusal(
             f"scalars, or a full reduction; found {described}{within}. Call .full_tensor() for "
             "the full tensor, .to_local() for the slice"
         )
+    return _marked(error)
+
+
+def slices_differ(func: Function, one: FlatPlacement, other: FlatPlacement) -> ValueError:
+    """Returns the error for a function of two tensors with different slices. The error is marked
+    like that of :func:`refusal`."""
+    where = "; slices of other ranks differ" if one == other else ""
+    return _marked(
+        ValueError(
+            f"{name_of(func)}: mixes two different slices; expected tensors with the same slice on "
+            f"each rank; found {_named(one)} and {_named(other)}{where}. Call .full_tensor() of "
+            "one of them, on all ranks. Parameters of two models have the same slices if each "
+            "model is sharded by its own fe.shard(), with the same arguments and with equal "
+            "requires_grad: freeze parameters afterwards. Saved state has the same slices with "
+            "the same ranks and levels only; use fe.save_checkpoint for others"
+        )
+    )
+
+
+def _named(flat: FlatPlacement) -> str:
+    return f"{flat.name} ({flat})" if flat.name else str(flat)
+
+
+def _marked(error: ValueError) -> ValueError:
     setattr(error, _MARK, True)
     return error
 
@@ -206,7 +258,7 @@ def storage_refusal(name: str, found: str) -> ValueError:
 
 
 def refuses(error: ValueError) -> bool:
-    """Returns whether :func:`refusal` has made the error."""
+    """Returns whether :func:`refusal` or :func:`slices_differ` has made the error."""
     return hasattr(error, _MARK)
 
 

@@ -40,7 +40,13 @@ from fsdp_engine.flat_dtensor import flat_placement, functions, tensor_parallel_
 from fsdp_engine.flat_dtensor.flat_placement import Box, FlatPlacement, FlatShard, _on_mesh
 from fsdp_engine.flat_dtensor.given_slices import given_out
 from fsdp_engine.flat_dtensor.parameter_access import ParameterBackref
-from fsdp_engine.flat_dtensor.slices import as_gradient, check_gradient, refusal, unwrap
+from fsdp_engine.flat_dtensor.slices import (
+    as_gradient,
+    check_gradient,
+    once_differentiable,
+    refusal,
+    unwrap,
+)
 from fsdp_engine.flat_dtensor.tensor_parallel_spec import TensorParallelSpec
 
 _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
@@ -566,7 +572,7 @@ class _FullTensor(torch.autograd.Function):
         return tensor._flat.gather_full(tensor._local_tensor)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> Any:
         if grad is None:  # None on all ranks, for functions without a gradient (norm(p=0))
             return None

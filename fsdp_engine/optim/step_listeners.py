@@ -67,7 +67,8 @@ _CONVERTED: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionar
 
 def adopt_loaded_state(optimizer: Optimizer, *args: object) -> None:
     """Convert loaded state of sharded parameters to FlatDTensors. A step pre-hook."""
-    state = optimizer.__dict__["state"]
+    # A wrapper may have no state of its own. The steps of the wrapped optimizer convert its state.
+    state = optimizer.__dict__.get("state")
     if _CONVERTED.get(optimizer) is state:
         return
     _CONVERTED[optimizer] = state

@@ -66,6 +66,8 @@ class GradientHooks:
         if grad is None:
             return  # a function returned no gradient, or will compute it later
         param.grad = None
+        if grad.requires_grad:
+            raise _has_graph(self._buffer.records[index].name)
         grads = self._buffer.grads  # not stored in this object: a change of dtypes replaces it
         assert grads is not None
         writer = grads.writer
@@ -81,6 +83,8 @@ class GradientHooks:
     def precede(self, index: int, grad: Tensor, *, is_plain: bool) -> None:
         """Called before autograd accumulates ``grad`` into sharded parameter ``index``."""
         published = self._buffer.published
+        if grad.requires_grad:
+            raise _has_graph(self._buffer.records[index].name)
         if not is_plain:
             published.check_gradient(index, grad)
         self._scheduler.begin_backward()
@@ -96,6 +100,15 @@ class StreamGradientHooks(GradientHooks):
         """See :meth:`GradientHooks.arrived`."""
         with self._stream.entered():
             super().arrived(index, param)
+
+
+def _has_graph(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"backward with create_graph=True: expected a gradient of {name} without a graph, since it "
+        "is copied and reduced; found one with a graph. Gradients of parameters that are "
+        "differentiated again need a model without fe.shard(), and torch.autograd.grad(..., "
+        "create_graph=True). Gradients of the model's inputs can have a graph"
+    )
 
 
 def _listen(hooks: weakref.ref[GradientHooks], index: int) -> Callable[[Tensor], None]:

@@ -42,8 +42,8 @@ class Backward:
         touched: Units that may be unsharded when the backward ends, by number.
         open_units: Numbers of the units that the backward computes with. They are skipped when the
             next use is looked up in the recorded order.
-        run_again: Numbers of units that had several calls, some of which run again in this backward
-            because their graph was retained. It is not known how many of the calls will run again.
+        num_retained: For each unit, the number of calls that this backward has entered and whose
+            graph is retained, by this or an earlier backward.
         num_repeated: For each unit, the number of calls that this backward has repeated.
         run: The number of the backward's run of autograd.
     """
@@ -55,7 +55,7 @@ class Backward:
         self.creates_graph = False
         self.touched: dict[int, Unit] = {}
         self.open_units: set[int] = set()
-        self.run_again: set[int] = set()
+        self.num_retained: Counter[int] = Counter()
         self.num_repeated: Counter[int] = Counter()
         # For each open call, the number of input gradients that are not computed yet. For each call
         # that was left, the run of autograd in which this happened.
@@ -84,6 +84,11 @@ class Backward:
         """
         return any(call.unit in units or call.unit.index in containing for call in self._awaited)
 
+    def may_repeat(self, unit: Unit) -> bool:
+        """Returns whether this backward may still reach a call of ``unit`` whose graph an earlier
+        backward has retained."""
+        return unit.num_retained > self.num_retained[unit.index]
+
     def open_calls(self, unit: Unit) -> list[Call]:
         """Returns the calls of ``unit`` whose backward is running."""
         return [call for call in self._awaited if call.unit is unit]
@@ -104,12 +109,12 @@ class Backward:
         if self.creates_graph:
             # Functions that autograd records in this backward will read the weights once more.
             unit.keep_recorded()
-        if call.follows_another and not call.is_pending:
-            self.run_again.add(unit.index)
         num_inputs = sum(map(_will_run, inputs)) if inputs else 1
         self._awaited[call] = _UNKNOWN if call.input_changed else num_inputs
         if retains_graph():
             call.retain()
+        if call.is_retained and call not in self._left:
+            self.num_retained[unit.index] += 1
         self.touched[unit.index] = unit
         if call.reads_weights:
             self.open_units.add(unit.index)

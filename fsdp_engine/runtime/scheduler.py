@@ -411,8 +411,8 @@ class Scheduler:
         """Report the unit to the reductions if all of its gradients have arrived."""
         assert self._backward is not None
         is_counted = unit.index not in self._uncounted or not unit.misses_gradients
-        runs_again = unit.index in self._backward.run_again
-        if is_counted and not runs_again and not unit.awaits_backward(self.microbatch):
+        may_repeat = unit.num_retained and self._backward.may_repeat(unit)
+        if is_counted and not may_repeat and not unit.awaits_backward(self.microbatch):
             self.reductions.unit_is_ready(unit)
 
     def begin_gradient(self, unit: Unit) -> None:

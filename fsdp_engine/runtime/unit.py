@@ -148,8 +148,9 @@ class Call:
         input_changed: Whether an input was changed in place. Its gradient is then not observed, and
             the backward of this call ends with the complete backward.
         is_pending: Whether the backward of the call is expected or running.
-        follows_another: Whether another call of the unit was pending when this one was created.
         is_retained: Whether a backward of the call retained its graph for another backward.
+        num_resets: The unit's ``num_resets`` when the forward ran. A unit that was reset since then
+            no longer counts the call.
         schedule: The schedule with which the forward was gathered.
         outer_run: The run of autograd within which the forward ran, if the engine had already used
             units in that run; else None. See [Note: Nested backwards] in
@@ -157,13 +158,13 @@ class Call:
     """
 
     __slots__ = (
-        "follows_another",
         "has_boundary",
         "input_changed",
         "is_pending",
         "is_recorded",
         "is_retained",
         "microbatch",
+        "num_resets",
         "outer_run",
         "reads_weights",
         "schedule",
@@ -190,7 +191,7 @@ class Call:
         self.input_changed = False
         self.is_pending = False
         self.is_retained = False
-        self.follows_another = False
+        self.num_resets = unit.num_resets
         unit.num_calls += 1
 
     def await_backward(self) -> None:
@@ -200,14 +201,14 @@ class Call:
             self.unit.num_unrecorded += 1
         else:
             pending = self.unit.pending_calls
-            before = pending.get(self.microbatch, 0)
-            self.follows_another = before > 0
-            pending[self.microbatch] = before + 1
+            pending[self.microbatch] = pending.get(self.microbatch, 0) + 1
 
     def finish(self) -> None:
         """Count the call as no longer pending: its backward has ended, or can no longer run."""
         if self.is_pending:
             self.is_pending = False
+            if self.num_resets != self.unit.num_resets:
+                return
             if not self.is_recorded:
                 self.unit.num_unrecorded -= 1
             else:
@@ -263,6 +264,7 @@ class Unit:
         num_calls: Number of calls whose graph is alive, including those whose backward has run.
         num_retained: Number of these calls whose backward has run with ``retain_graph``.
         num_late: Number of postponed weight gradients that are still missing.
+        num_resets: Number of times that :meth:`reset` was called.
         kept: The reasons for which full parameters are not freed.
         watch: The object that is called before and after modules compute with full parameters.
     """
@@ -299,6 +301,7 @@ class Unit:
         self.num_unrecorded = 0
         self.num_calls = 0
         self.num_retained = 0
+        self.num_resets = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
         self._recorded: list[weakref.ref[RecordedBackward]] = []
@@ -575,6 +578,7 @@ class Unit:
     def reset(self) -> None:
         """Drop all state except parameters and options. Communication must have ended."""
         self.uses = self.num_unrecorded = self.num_late = 0
+        self.num_resets += 1
         self.pending_calls.clear()
         self.kept.clear()
         self._recorded.clear()

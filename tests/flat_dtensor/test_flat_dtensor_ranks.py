@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import fsdp_engine as fe
 from fsdp_engine.flat_dtensor import FlatDTensor, FlatPlacement, full_reductions
 from fsdp_engine.flat_dtensor.full_reductions import FullNorm
 from tests.checkpoint.scene import shared_folder
@@ -309,3 +310,79 @@ def test_values_drawn_by_ranks_with_different_seeds_are_one_tensor_on_all_replic
         torch.manual_seed(0)
         expected = torch.empty(4, 5).normal_()
         assert all(torch.equal(each, expected) for each in found), (shape, num_cut)
+
+
+# --- second derivatives ---
+
+
+@on_ranks(2)
+def test_the_error_for_a_second_derivative_names_the_parameter() -> None:
+    x, linear = torch.ones(4, 3), nn.functional.linear
+    for level in ("optim", "optim_grads_params"):
+        fe.shard(model := nn.Linear(3, 3), strategy=level, initial_values="rank0")
+        weight = model.weight.clone()
+        loss = linear(x, weight).square().mean()
+        (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
+        expected = linear(x, weight.detach().full_tensor()).T @ x / 6
+        torch.testing.assert_close(grad.detach().full_tensor(), expected)
+        linear(x, weight - 0.1 * grad.detach()).square().mean().backward()
+        for second in (linear(x, weight - 0.1 * grad).square().mean(), grad.square().sum()):
+            with pytest.raises(RuntimeError, match=r"first derivatives of weight; .*create_graph"):
+                second.backward()
+
+
+# --- parameters of two models ---
+
+
+class Pair(nn.Module):
+    def __init__(self, *, is_frozen: bool) -> None:
+        super().__init__()
+        self.student = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 32))
+        self.teacher = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 32))
+        if is_frozen:
+            self.freeze()
+
+    def freeze(self) -> None:
+        self.student[0].weight.requires_grad_(False)
+        self.teacher.requires_grad_(False)
+
+    def average(self, kind: str, *, is_full: bool = False) -> None:
+        targets, sources = (list(each.parameters()) for each in (self.teacher, self.student))
+        sources = [each.full_tensor() if is_full else each for each in sources]
+        with torch.no_grad():
+            if kind == "foreach":
+                torch._foreach_lerp_(targets, sources, 0.1)
+                return
+            for target, source in zip(targets, sources, strict=True):
+                target.data = target.data * 0.9 + source.data * 0.1
+
+    def weights(self) -> list[Tensor]:
+        return [each.full_tensor() for each in self.teacher.parameters()]
+
+
+@pytest.mark.parametrize("kind", ["foreach", "data"])
+@on_ranks(3)
+def test_an_average_of_a_model_with_other_slices_raises_on_all_ranks(kind: str) -> None:
+    for level in ("optim", "optim_grads", "optim_grads_params"):
+        fe.shard(model := Pair(is_frozen=True), strategy=level, initial_values="rank0")
+        before = model.weights()
+        found = r"two different slices; .* found teacher\.0.* over 3 ranks\) and student\.0.* over"
+        with pytest.raises(ValueError, match=rf"{found}.*\.full_tensor\(\) of one.*own fe\.shard"):
+            model.average(kind)
+        if kind == "foreach":
+            assert all(map(torch.equal, model.weights(), before))
+
+        torch.manual_seed(0)
+        plain = Pair(is_frozen=True)
+        model.load_state_dict(plain.state_dict())
+        plain.average(kind)
+        model.average(kind, is_full=True)
+        torch.testing.assert_close(model.weights(), [*plain.teacher.parameters()])
+
+        torch.manual_seed(0)
+        model = Pair(is_frozen=False)
+        for each in (model.student, model.teacher):
+            fe.shard(each, strategy=level, initial_values="rank0")
+        model.freeze()
+        model.average(kind)
+        torch.testing.assert_close(model.weights(), [*plain.teacher.parameters()])

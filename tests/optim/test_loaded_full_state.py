@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests import reference
-from tests.pool import on_ranks
+from tests.pool import on_few_ranks, on_ranks
 
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.1),
@@ -84,3 +86,48 @@ def test_state_of_other_slices_is_refused_on_each_rank() -> None:
     loaded.load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match=r"state 'exp_avg' of k\.weight: expected elements"):
         loaded.step()
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Does not call ``Optimizer.__init__``. PCGrad of pytorch_optimizer is such a wrapper."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self.defaults = optimizer.defaults
+        self._patch_step_function()
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+@on_few_ranks
+def test_an_optimizer_without_a_state_of_its_own_steps_the_one_that_it_wraps() -> None:
+    torch.manual_seed(0)
+    plain = Scaled()
+    expected = Wrapper(OPTIMIZERS["adamw"](plain.parameters()))
+    step(plain, expected, 0)
+    saved = copy.deepcopy([plain.state_dict(), expected.optimizer.state_dict()])
+    for seed in range(1, 3):
+        step(plain, expected, seed)
+    for level in LEVELS:
+        fe.shard(model := Scaled(), strategy=level, initial_values="rank0")
+        optimizer = Wrapper(OPTIMIZERS["adamw"](model.parameters()))
+        model.load_state_dict(saved[0])
+        optimizer.optimizer.load_state_dict(copy.deepcopy(saved[1]))
+        for seed in range(1, 3):
+            step(model, optimizer, seed)
+        for name, value in reference.full_weights(model).items():
+            torch.testing.assert_close(value, plain.state_dict()[name])

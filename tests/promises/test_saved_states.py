@@ -138,7 +138,7 @@ def use_slices_of(folder: Path, num_ranks: int) -> None:
     reference.assert_same_weights(model, make())
     if (num_ranks, dist.get_world_size()) == (2, 1):
         optimizer.load_state_dict(torch.load(f"{path}-optimizer.pt", weights_only=True))
-        over = r"elements \[0, 35\) of shape \(7, 5\) over 2 ranks and elements .* over 1 rank "
+        over = r"elements \[0, 35\) of shape \(7, 5\) over 2 ranks\) and .* over 1 rank\)"
         with pytest.raises(ValueError, match="mixes two different slices") as caught:
             steps(model, optimizer, 1)
         assert re.search(over, str(caught.value)), caught.value

@@ -3,6 +3,7 @@ Also several forwards within one ``torch.autocast``."""
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
 from tests.models import Chain, Mlp, Skipping, Transformer, token_batch, vector_batch
-from tests.pool import Ranks, on_ranks
+from tests.pool import Ranks, on_few_ranks, on_ranks
 from tests.reference import full_gradients, nothing, rank_and_size, relative_error
 from tests.runtime.habits import Choosing
 
@@ -116,6 +117,19 @@ def retained_graph(side: Side) -> Iterator[None]:
     with side.no_sync():
         loss.backward(retain_graph=True)
     loss.backward()
+    yield
+
+
+def retained_graph_and_another_forward(side: Side) -> Iterator[None]:
+    first = side.loss(10)
+    first.backward(retain_graph=True)
+    second = side.loss(20)
+    (first + second).backward(retain_graph=True)
+    yield
+    side.model.zero_grad()
+    (second + side.loss(30)).backward(retain_graph=True)
+    yield
+    first.backward()
     yield
 
 
@@ -302,6 +316,7 @@ PROGRAMS: dict[str, Program] = {
             no_sync_nests_and_ends_with_an_exception,
             two_forwards_first,
             retained_graph,
+            retained_graph_and_another_forward,
             missing_on_one_rank_or_all,
             unit_that_one_rank_skips,
             frozen_and_thawed,
@@ -409,3 +424,47 @@ def test_autocast_casts_weights_anew_after_a_step() -> None:
                 optimizer.zero_grad()
                 losses.append(loss.item())
         assert losses[2] < losses[1] < losses[0]
+
+
+@on_ranks(2)
+def test_each_step_of_a_recurrence_runs_the_retained_graphs_of_earlier_steps() -> None:
+    x = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    expected: list[Tensor] = []
+    for level in (None, *LEVELS):
+        torch.manual_seed(0)
+        cell: Any = nn.GRUCell(6, 8).double()
+        if level is not None:
+            fe.shard(cell, strategy=level)
+        for _ in range(2):
+            hidden = torch.zeros(3, 8, dtype=torch.float64)
+            for _ in range(3):
+                hidden = cell(x, hidden)
+                hidden.square().mean().backward(retain_graph=True)
+        if level is None:
+            expected = [param.grad for param in cell.parameters()]
+        for found, grad in zip(full_gradients(cell).values(), expected, strict=True):
+            torch.testing.assert_close(found, grad)
+
+
+@on_few_ranks
+def test_a_gradient_of_a_parameter_with_a_graph_is_refused() -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    for level in LEVELS:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+        model = copy.deepcopy(plain)
+        engine = fe.shard(model, strategy=level)
+        plain(x).square().mean().backward()
+        for accumulates in (False, True):
+            for is_penalty in (False, True):
+                if accumulates:
+                    model(x).square().mean().backward()
+                loss = (model[2].bias ** 3).sum() if is_penalty else model(x).square().mean()
+                with pytest.raises(RuntimeError, match=r"expected a gradient of 2\.bias without a"):
+                    loss.backward(create_graph=True)
+                engine.reset()
+                model.zero_grad()
+        # A graph that a failed backward has retained may be freed after the next forward.
+        model(x).square().mean().backward()
+        for found, param in zip(full_gradients(model).values(), plain.parameters(), strict=True):
+            torch.testing.assert_close(found, param.grad)
