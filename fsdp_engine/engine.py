@@ -555,14 +555,13 @@ class Engine:
         optimizer.
 
         Raises:
-            RuntimeError: A gradient is not reduced; the message names the parameter. Or a forward
-                computes with full weights, which the step would not change.
+            RuntimeError: A gradient is not reduced. The message names the parameter.
         """
         groups = optimizer.param_groups
         params = (param for group in groups for param in group["params"])
         self.reductions.check_reduced(params, "optimizer step")
         if not self.scheduler.is_at_rest and self.is_stepped_by(optimizer):
-            self.scheduler.check_not_computing("optimizer step")
+            self.scheduler.warn_if_computing("optimizer step")
         self.scheduler.note_gradients(optimizer)
         if self.scheduler.ranks_differ and self.is_stepped_by(optimizer):
             self.scheduler.await_ranks()  # other ranks may still gather these weights
@@ -577,6 +576,10 @@ class Engine:
         for buffer in self.buffers:
             if buffer.grads is not None:  # optimizers do not change frozen weights
                 buffer.weights.mark_stale()
+        kept = [unit for unit in self.units if unit.kept]
+        if kept and self.is_stepped_by(optimizer):
+            for unit in kept:
+                unit.drop_recorded()
         self.scheduler.invalidate_graphs(optimizer)
         gathers_now = not self._timing.gathers_in_forward and self.is_stepped_by(optimizer)
         if gathers_now or self.scheduler.ranks_differ:  # some ranks may not run another forward

@@ -49,7 +49,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
@@ -90,7 +89,7 @@ from fsdp_engine.checkpoint.optimizer_state import (
     optimizer_kind,
 )
 from fsdp_engine.checkpoint.reader import Reader
-from fsdp_engine.checkpoint.reading_weights import listed, untied_text
+from fsdp_engine.checkpoint.reading_weights import are_same, listed, untied_text
 from fsdp_engine.checkpoint.run_state import unpack, warn_of_refused
 from fsdp_engine.checkpoint.same_arguments import agree_on_same
 from fsdp_engine.checkpoint.sharded_model import (
@@ -103,7 +102,7 @@ from fsdp_engine.checkpoint.stage_place import claim_folder, differences, place_
 from fsdp_engine.checkpoint.writer import PREFIX, SUFFIX, SavePlanner, Writer
 from fsdp_engine.comm.agreement import agree
 from fsdp_engine.comm.rendezvous import ERROR_KINDS
-from fsdp_engine.memory.allocator import as_bytes, empty_like
+from fsdp_engine.memory.allocator import empty_like
 
 
 @contextmanager
@@ -579,7 +578,7 @@ class FolderMatch:
             read: Targets = dict(zip((first, key), values, strict=True))
             read_entries(self._folder, self._metadata, read)
             if any(
-                not torch.equal(as_bytes(one), as_bytes(other))
+                not are_same(one, other)
                 for (_, one), (_, other) in zip(*map(parts_of, values), strict=True)
             ):
                 different.append((first, key))

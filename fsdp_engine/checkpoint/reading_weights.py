@@ -69,7 +69,8 @@ class TiedCopies:
                         for each in zip(self.pieces, (start, start), values, strict=True)
                     ]
                 )
-                if not torch.equal(as_bytes(values[0]), as_bytes(values[1])):
+                narrow = min((each.dtype for each in self.pieces), key=lambda each: each.itemsize)
+                if not are_same(*values.to(narrow)):
                     return False
         return True
 
@@ -131,6 +132,11 @@ class Match:
         found = [each.names for each in self.copies if not each.are_equal()]
         if found:
             raise ValueError(f"{where}: {untied_text(found)}")
+
+
+def are_same(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors have equal elements, or the same bits (NaN)."""
+    return torch.equal(a, b) or torch.equal(as_bytes(a), as_bytes(b))
 
 
 def untied_text(pairs: Sequence[tuple[str, str]]) -> str:

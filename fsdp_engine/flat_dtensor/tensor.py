@@ -55,8 +55,8 @@ _NoTorchFunction = torch._C.DisableTorchFunctionSubclass
 class FlatDTensor(DTensor):
     """A row-major tensor of which this rank holds one flat slice. See the module docstring.
 
-    The engine's attributes are slots: ``__dict__`` has only the attributes that users set, which
-    the full parameter shares.
+    The engine's attributes are slots. ``__dict__`` has the attributes that users and codecs set,
+    which the full parameter shares.
 
     Attributes:
         takes_slices: Whether functions use the slice of full plain operands, such as the mask of a

@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from fsdp_engine.buffers.param_and_grad_buffer import ParamAndGradBuffer
@@ -83,7 +84,7 @@ class GradientHooks:
     def precede(self, index: int, grad: Tensor, *, is_plain: bool) -> None:
         """Called before autograd accumulates ``grad`` into sharded parameter ``index``."""
         published = self._buffer.published
-        if grad.requires_grad:
+        if grad.requires_grad and torch.is_grad_enabled():
             raise _has_graph(self._buffer.records[index].name)
         if not is_plain:
             published.check_gradient(index, grad)

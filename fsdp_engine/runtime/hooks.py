@@ -15,7 +15,8 @@ the view after all functions of the unit. The unit's backward has ended when aut
 the views of all inputs that this backward reaches. The views share memory and Python attributes
 with the inputs, so if the unit changes an input in place, the user's tensor is changed. If it gives
 a view other memory (``x.data = ...``, ``x.set_()``), the user's tensor gets this memory after the
-call. A unit must not free or reshape its inputs.
+call. A unit must not free its inputs. If it reshapes a view in place (``x.unsqueeze_(0)``), the
+user's tensor keeps its shape.
 
 If an input is changed in place, autograd does not visit the node of its view, so the backward of
 such a call counts as running until ``loss.backward()`` returns. The gradient of the changed tensor

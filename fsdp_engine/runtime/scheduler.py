@@ -9,6 +9,7 @@ unit must arrive in one run of autograd. A subclass supports other cases.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Sequence, Sized
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from fsdp_engine.callers import user_stacklevel
 from fsdp_engine.comm.activity import monitor
 from fsdp_engine.memory.allocator import Memory
 from fsdp_engine.options import Timing
@@ -517,24 +519,23 @@ class Scheduler:
                 f"{what}: expected no forward or backward in progress; found a {self.phase}"
             )
 
-    def check_not_computing(self, what: str) -> None:
-        """Check that no running forward computes with full weights that a change of the sharded
-        ones would not reach.
+    def warn_if_computing(self, what: str) -> None:
+        """Warn if a running forward computes with full weights that a change of the sharded ones
+        does not reach.
 
         Args:
             what: Name of the operation in the message.
-
-        Raises:
-            RuntimeError: A forward computes with full weights of a unit.
         """
         for unit in self.units if self._forward is not None else ():
             if unit.uses and unit.trainable and (unit.reshards or unit.needs_refresh):
-                raise RuntimeError(
+                warnings.warn(
                     f"{what}: expected that no forward is running; found the forward of "
-                    f"{unit.label}, which would continue with the old weights. Change weights "
-                    "after the forward of the model, or give each module that runs after the "
-                    "change a unit of its own (units=)"
+                    f"{unit.label}. What it computes after the change uses the old weights. Change "
+                    "weights after the forward of the model, or give each module that runs after "
+                    "the change a unit of its own (units=)",
+                    stacklevel=user_stacklevel(),
                 )
+                return
 
     @property
     def phase(self) -> str:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -102,22 +101,33 @@ TRANSITIONS = frozenset(
 )
 
 
-class RecordedBackward:
-    """A hook of a function that a backward with ``create_graph`` has recorded. Only this function
-    refers to the object, which is collected with the recorded graph.
+class RecordedBackwards:
+    """Functions that backwards with ``create_graph`` have recorded, and that read a unit's weights.
+
+    The decision to free weights must be the same on all ranks, so it does not depend on whether
+    the graphs still exist.
 
     Attributes:
-        is_done: Whether the function has run in a backward that frees its graph.
+        num_left: Number of functions that have not yet run in a backward that frees its graph.
     """
 
-    __slots__ = ("__weakref__", "is_done")
+    __slots__ = ("num_left",)
 
     def __init__(self) -> None:
-        self.is_done = False
+        self.num_left = 0
 
-    def __call__(self, grads: Any) -> None:
-        """Called before the function runs."""
-        self.is_done = not retains_graph()
+    def add(self, node: Any) -> None:
+        """Add the function ``node`` of autograd."""
+        self.num_left += 1
+        is_left = True
+
+        def runs(grads: Any) -> None:
+            nonlocal is_left
+            if is_left and not retains_graph():
+                is_left = False
+                self.num_left -= 1
+
+        node.register_prehook(runs)
 
 
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
@@ -304,7 +314,7 @@ class Unit:
         self.num_resets = 0
         self.num_late = 0
         self.kept: set[Kept] = set()
-        self._recorded: list[weakref.ref[RecordedBackward]] = []
+        self._recorded = RecordedBackwards()
         self.watch = implementation(UnitWatch)(buffers)
         self._lanes = lanes
         self._installation = Installation(buffers, self.label)
@@ -412,17 +422,22 @@ class Unit:
     def await_recorded(self, node: Any) -> None:
         """Wait, in :meth:`free_recorded`, for the function ``node`` of autograd, which a backward
         with ``create_graph`` has recorded."""
-        recorded = RecordedBackward()
-        node.register_prehook(recorded)
-        self._recorded.append(weakref.ref(recorded))
+        self._recorded.add(node)
 
     def free_recorded(self) -> None:
-        """Allow the unit to be freed, unless functions that were recorded with ``create_graph`` can
+        """Allow the unit to be freed, unless functions that were recorded with ``create_graph`` may
         still run."""
-        alive = [each for each in self._recorded if (found := each()) and not found.is_done]
-        self._recorded = alive
-        if not alive:
+        if not self._recorded.num_left:
             self.kept.discard(Kept.RECORDED)
+
+    def drop_recorded(self) -> None:
+        """Free the unit if it was kept for recorded functions. After a change of the weights, they
+        cannot run."""
+        if Kept.RECORDED in self.kept:
+            self._recorded = RecordedBackwards()
+            self.kept.discard(Kept.RECORDED)
+            if not self.uses and self.state is State.FULL:
+                self.release()
 
     def keep_unseen(self, found: str, remedy: str) -> None:
         """Keep the unit unsharded, because the start of its backward cannot be observed, and warn.
@@ -581,7 +596,7 @@ class Unit:
         self.num_resets += 1
         self.pending_calls.clear()
         self.kept.clear()
-        self._recorded.clear()
+        self._recorded = RecordedBackwards()
         self.watch.reset()
         self.uninstall()
         self.state = State.SHARDED if self.reshards else State.FULL

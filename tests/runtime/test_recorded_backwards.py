@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.runtime.unit import State
 from tests import reference
-from tests.pool import on_few_ranks
+from tests.pool import on_few_ranks, on_ranks
 
 
 class Scaled(nn.Module):
@@ -81,6 +81,7 @@ def test_weights_are_kept_while_a_recorded_backward_can_run(
     model = nn.Sequential(*(Scaled() for _ in range(3))).double()
     model.load_state_dict(plain.state_dict())
     engine = fe.shard(model, strategy=level, units=[Scaled])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, y = torch.randn(2, size, 4, 6, dtype=torch.float64)
     for _ in range(2):
         for each in range(size):
@@ -90,7 +91,31 @@ def test_weights_are_kept_while_a_recorded_backward_can_run(
             assert isinstance(mine.grad, fe.FlatDTensor)
             assert other.grad is not None
             torch.testing.assert_close(mine.grad.full_tensor() * size, other.grad)
+        model.zero_grad()
+        optimizer.step()
         if level == "optim_grads_params":
             assert {unit.state for unit in engine.units if unit.reshards} == {State.SHARDED}
-        model.zero_grad()
         plain.zero_grad()
+
+
+@on_ranks(2)
+def test_a_graph_that_one_rank_keeps_does_not_change_what_is_gathered() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(3)))
+    engine = fe.shard(model, strategy="optim_grads_params", units=[Scaled], initial_values="rank0")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    kept = []
+    for number in range(4):
+        x = torch.randn(4, 6).requires_grad_()
+        energy = model(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        if reference.rank_and_size()[0] == 0:
+            kept.append(force)
+        del force
+        energy.backward()
+        if number % 2:
+            optimizer.step()
+            assert {unit.state for unit in engine.units if unit.reshards} == {State.SHARDED}
+        with torch.no_grad():
+            model(x)
+        model.zero_grad()

@@ -7,6 +7,8 @@ as it does for a plain model. A backward that reads unchanged weights is right.
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -149,7 +151,7 @@ class StepsInForward(nn.Module):
 
 @pytest.mark.parametrize("level", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @on_ranks(2)
-def test_a_step_within_a_forward_is_right_or_refused(level: str) -> None:
+def test_a_step_within_a_forward_is_right_or_a_warning(level: str) -> None:
     torch.manual_seed(0)
     plain = StepsInForward()
     model = copy.deepcopy(plain)
@@ -160,5 +162,8 @@ def test_a_step_within_a_forward_is_right_or_refused(level: str) -> None:
     if level == "no_shard":
         assert torch.equal(model(batch, optimizers[1]), expected)
         return
-    with pytest.raises(RuntimeError, match="expected that no forward is running; found the forw"):
+    # At the other levels the step changes this rank's part of the full weights.
+    error: Any = pytest.raises(ValueError, match="weights that a module wrote in forward")
+    found = nullcontext() if level == "optim_grads_params" else error
+    with pytest.warns(UserWarning, match="expected that no forward is running; found"), found:
         model(batch, optimizers[1])
