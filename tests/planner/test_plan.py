@@ -332,7 +332,7 @@ def _refusals(*paths: str) -> list[str]:
 
 REFUSALS = [
     'or the result of fe.plan(); found "auto"',
-    'strategy: expected "auto" with a plan',
+    'strategy: expected "auto" beside plan=',
     "outer_strategy: expected None with",
     "No candidate fits 1.0 KiB",
     "expected a candidate that fits; found none",
