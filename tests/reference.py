@@ -50,6 +50,22 @@ def rank_and_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+def losses_of_sgd(
+    model: nn.Module, width: int, num_steps: int, before_step: BeforeStep = nothing
+) -> list[float]:
+    """Train a model of vectors on two rows of ones. Returns the loss of each step, the mean of the
+    squared outputs."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(num_steps):
+        before_step(model, step)
+        loss = model(torch.ones(2, width)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @dataclass
 class Step:
     """One step: mean loss, gradients before clipping, their norm, weights after the update."""

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 import fsdp_engine as fe
 from fsdp_engine.strategies import LEVELS
+from tests import reference
 from tests.pool import on_few_ranks, on_ranks
 
 SIZE = 4
@@ -36,24 +37,20 @@ def masked() -> nn.Module:
     return nn.Sequential(Masked(SIZE, SIZE), nn.Sequential(Masked(SIZE, SIZE)))
 
 
+def change_attributes(model: nn.Module, step: int) -> None:
+    """Set, replace and delete attributes before a step."""
+    for module in model.modules():
+        if isinstance(module, Masked):
+            weight: nn.Parameter = module.weight
+            assert getattr(weight, "num_calls", 0) == step
+            if step == 3:
+                del weight.mask
+            elif step:
+                weight.mask = torch.arange(SIZE).remainder(step + 1)  # type: ignore[attr-defined]
+
+
 def train(model: nn.Module) -> list[float]:
-    """Sets, replaces and deletes attributes between steps. Returns the losses."""
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for step in range(4):
-        for module in model.modules():
-            if isinstance(module, Masked):
-                weight: nn.Parameter = module.weight
-                assert getattr(weight, "num_calls", 0) == step
-                if step == 3:
-                    del weight.mask
-                elif step:
-                    weight.mask = torch.arange(SIZE).remainder(step + 1)  # type: ignore[attr-defined]
-        loss = model(torch.ones(2, SIZE)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return reference.losses_of_sgd(model, SIZE, num_steps=4, before_step=change_attributes)
 
 
 @on_few_ranks

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fsdp_engine as fe
 from fsdp_engine.engine import engine_of
 from fsdp_engine.strategies import LEVELS
+from tests import reference
 from tests.pool import on_few_ranks, on_ranks
 from tests.units.refusals import refused
 
@@ -34,14 +35,7 @@ def elementwise() -> nn.Module:
 
 
 def train(model: nn.Module) -> list[float]:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
-    for _ in range(2):
-        loss = model(torch.ones(2, SIZE)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return reference.losses_of_sgd(model, SIZE, num_steps=2)
 
 
 @on_few_ranks
