@@ -431,7 +431,7 @@ class ModuleHooks:
         """Register hooks on ``tensors``, through which gradients enter the module. Returns whether
         any of them requires grad, so that a backward may follow."""
         begin = None
-        views = entered.inputs.views if entered.inputs is not None else []
+        views = [] if entered.inputs is None else [view for _, view, _ in entered.views]
         for tensor in tensors:
             # The gradient of an input that the module returns unchanged does not enter the unit.
             if tensor.requires_grad and not any(tensor is view for view in views):

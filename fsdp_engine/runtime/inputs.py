@@ -167,12 +167,9 @@ class Inputs:
 
     Args:
         tree: The positional and the keyword arguments.
-
-    Attributes:
-        views: The views that :meth:`mark` has created.
     """
 
-    __slots__ = ("_casts", "_exchanges", "_given", "_known", "_tree", "views")
+    __slots__ = ("_casts", "_exchanges", "_given", "_known", "_tree")
 
     def __init__(self, tree: Any) -> None:
         self._given = self._tree = tree
@@ -180,7 +177,6 @@ class Inputs:
         # The tensor, its cast, and the memory of the cast before the call.
         self._casts: dict[int, tuple[Tensor, Tensor, torch.UntypedStorage | None]] = {}
         self._known: dict[int, tuple[Tensor, int]] = {}
-        self.views: list[Tensor] = []
 
     def cast(self, dtype: torch.dtype) -> None:
         """Cast floating-point tensors to ``dtype``."""
@@ -210,7 +206,6 @@ class Inputs:
             if tensor.requires_grad and id(tensor) not in views:
                 views[id(tensor)] = listen(tensor)
         if views:
-            self.views = list(views.values())
             self._replace(lambda tensor: views.get(id(tensor), tensor))
 
     def take_back(self) -> None:
